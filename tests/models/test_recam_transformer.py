@@ -8,7 +8,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
 from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.networks.transformers import load_transformer
-from tests.tiny_models import CHANNELS, tiny_transformer
+from tests.tiny_models import CHANNELS, tiny_redirector, tiny_transformer
 from tools.dev.bench import all_tokens
 
 FRAMES, HEIGHT, WIDTH = 2, 4, 6  # F, latent rows and columns
@@ -104,11 +104,13 @@ def test_settings_that_recam_has_no_meaning_for_are_refused():
         ReCamTransformer3DModel(image_dim=8, num_layers=0)
 
 
+@pytest.mark.parametrize("build", [tiny_transformer, tiny_redirector])
+def test_sharding_and_compiling_by_block_find_the_block_class(build):
+    model = build()
+    names = {type(block).__name__ for block in model.blocks}
+    assert names == set(model._no_split_modules) == set(model._repeated_blocks)
+
+
 def test_the_default_size_is_that_of_the_published_model():
     with torch.device("meta"):
         assert sum(value.numel() for value in ReCamTransformer3DModel().parameters()) == 1_490_420_800
-
-
-def test_sharding_and_compiling_by_block_find_the_block_class():
-    names = {type(block).__name__ for block in tiny_transformer().blocks}
-    assert names == set(ReCamTransformer3DModel._no_split_modules) == set(ReCamTransformer3DModel._repeated_blocks)

@@ -85,13 +85,7 @@ def test_a_call_encodes_each_video_and_prompt_once_however_few_the_store_keeps()
     assert torch.equal(rows[:4], rows[4:]) and len({float(row.sum()) for row in rows}) == 4
 
 
-def test_the_same_index_of_two_splits_is_two_conditions():
-    other = dataclasses.replace(condition(1), index=0)
-    rows = policy().encode([condition(0), other]).inputs["source_latents"]
-    assert not torch.equal(rows[0], rows[1])
-
-
-def test_rows_keep_the_order_of_the_conditions():
+def test_rows_keep_the_order_of_the_conditions_and_cameras_are_the_poses_at_every_latent_frame():
     conditions = [
         condition(index, prompt=prompt) for index, prompt in ((2, "pan right"), (0, "a room"), (2, "pan right"))
     ]
@@ -101,6 +95,9 @@ def test_rows_keep_the_order_of_the_conditions():
         assert torch.equal(together.inputs["source_latents"][row : row + 1], alone.inputs["source_latents"])
         assert torch.equal(together.prompt_embeds[row : row + 1], alone.prompt_embeds)
         assert torch.equal(together.inputs["target_cameras"][row : row + 1], alone.inputs["target_cameras"])
+    cameras = together.inputs["target_cameras"]
+    assert cameras.shape == (3, 2, 12) and cameras.dtype == torch.float32
+    assert cameras[0, :, 3].tolist() == [0.0, 3.0]  # x of frames 0 and 4
 
 
 def test_source_latents_are_the_codecs_mean_normalised_per_channel_and_decode_inverts_that():
@@ -119,12 +116,6 @@ def test_source_latents_are_the_codecs_mean_normalised_per_channel_and_decode_in
     torch.testing.assert_close(video, (decoded / 2 + 0.5).clamp(0, 1), rtol=1e-4, atol=1e-5)
 
 
-def test_cameras_are_the_poses_at_every_latent_frame():
-    cameras = policy().encode([condition(1)]).inputs["target_cameras"]
-    assert cameras.shape == (1, 2, 12) and cameras.dtype == torch.float32
-    assert cameras[0, :, 3].tolist() == [0.0, 2.0]  # x of frames 0 and 4
-
-
 def test_prompts_are_embedded_as_wans_pipeline_embeds_them():
     made = policy(guidance_scale=2.0, negative_prompt="slowly")
     pipeline = WanPipeline(tiny_tokenizer(), tiny_text_encoder(), tiny_vae(), scheduler=None)
@@ -137,7 +128,7 @@ def test_prompts_are_embedded_as_wans_pipeline_embeds_them():
     assert encoded.prompt_embeds[0, 4:].abs().max() == 0
 
 
-def test_the_transformer_is_given_target_and_source_latents_and_1000_sigma():
+def test_the_transformer_is_given_target_and_source_latents_and_1000_sigma_once_without_guidance():
     made = policy()
     conditions = [condition(0), condition(1)]
     encoded = made.encode(conditions)
@@ -146,6 +137,7 @@ def test_the_transformer_is_given_target_and_source_latents_and_1000_sigma():
     network.forward = Mock(wraps=network.forward)
     with torch.no_grad():
         velocity = made.velocity(latents, sigma, encoded)
+    assert encoded.negative_prompt_embeds is None and network.forward.call_count == 1
     joined, timestep, prompts, cameras = network.forward.call_args.args
     assert torch.equal(joined[:, :, :2], latents) and torch.equal(joined[:, :, 2:], encoded.inputs["source_latents"])
     assert torch.equal(timestep, 1000 * sigma) and timestep.dtype == torch.float32
@@ -153,15 +145,6 @@ def test_the_transformer_is_given_target_and_source_latents_and_1000_sigma():
     assert velocity.shape == latents.shape and velocity.dtype == torch.float32
     with torch.no_grad():
         assert torch.equal(velocity, network(joined, timestep, prompts, cameras)[0][:, :, :2])
-
-
-def test_guidance_scale_one_is_one_forward_without_a_negative_prompt():
-    made = policy()
-    encoded = made.encode([condition(0)])
-    assert encoded.negative_prompt_embeds is None
-    made.module.forward = Mock(wraps=made.module.forward)
-    made.velocity(*noisy(made, [condition(0)]), encoded)
-    assert [call.args[0].shape[0] for call in made.module.forward.call_args_list] == [1]
 
 
 @torch.no_grad()
@@ -273,13 +256,15 @@ def test_a_reference_needs_keep_reference_except_with_lora():
         ([(5, 16, 24), (9, 16, 24)], "one video shape"),
     ],
 )
-def test_videos_that_do_not_fit_the_codec_are_refused(sizes, message):
+def test_videos_that_do_not_fit_the_codec_and_the_patches_are_refused(sizes, message):
     conditions = [condition(index, size=size) for index, size in enumerate(sizes)]
     made = policy()
     with pytest.raises(ValueError, match=message):
         made.latent_shape(conditions)
     with pytest.raises(ValueError, match=message):
         made.encode(conditions)
+    without_patches = WanPolicy(tiny_networks(patch_size=(1, 1, 1)), device=CPU)
+    assert without_patches.latent_shape([condition(size=(9, 20, 28))]) == (4, 3, 5, 7)
 
 
 @pytest.mark.parametrize(
@@ -313,11 +298,6 @@ def test_a_rounded_timestep_is_the_bf16_one_within_two_ticks(sigma):
     assert exact.dtype == rounded.dtype == torch.float32
     assert torch.equal(exact, 1000 * torch.tensor([sigma]))
     assert torch.equal(rounded, exact.to(torch.bfloat16).float()) and 0 < (rounded - exact).abs() <= 2
-
-
-def test_without_patching_the_codec_alone_sets_the_size():
-    made = WanPolicy(tiny_networks(patch_size=(1, 1, 1)), device=CPU)
-    assert made.latent_shape([condition(size=(9, 20, 28))]) == (4, 3, 5, 7)
 
 
 @pytest.fixture(scope="module")
@@ -410,12 +390,7 @@ def test_attention_gets_no_float_mask_which_a_backend_may_invert(guidance):
     assert masks and all(mask is None or mask.dtype is torch.bool for mask in masks)
 
 
-def test_an_attention_backend_that_the_device_lacks_is_refused(folder):
-    with pytest.raises(ValueError, match="'flash', must be one of native, _native_math on cpu"):
-        load(folder, attention_backend="flash")
-
-
-def test_a_backend_whose_package_is_missing_is_one_line(monkeypatch):
+def test_a_backend_or_compiler_that_the_device_lacks_is_refused_in_one_line(monkeypatch, folder):
     def missing(name):
         raise RuntimeError("Flash Attention backend 'flash' is not usable because of missing package")
 
@@ -423,12 +398,10 @@ def test_a_backend_whose_package_is_missing_is_one_line(monkeypatch):
     monkeypatch.setattr(transformer, "set_attention_backend", missing)
     with pytest.raises(ValueError, match="attention_backend='_native_math' cannot be used: Flash"):
         apply_compute_settings(transformer, dataclasses.replace(LORA, attention_backend="_native_math"), CPU)
-
-
-def test_nothing_is_compiled_where_the_compiler_is_experimental():
-    model = dataclasses.replace(LORA, compile=True)
+    with pytest.raises(ValueError, match="'flash', must be one of native, _native_math on cpu"):
+        load(folder, attention_backend="flash")
     with pytest.raises(ValueError, match="is true, must be false on npu"):
-        apply_compute_settings(tiny_transformer(), model, types.SimpleNamespace(type="npu"))
+        apply_compute_settings(transformer, dataclasses.replace(LORA, compile=True), types.SimpleNamespace(type="npu"))
 
 
 @pytest.mark.slow

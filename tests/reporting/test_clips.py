@@ -11,8 +11,11 @@ from flow_grpo.reporting.clips import group_clip, make_clip, training_clips
 from tests.toy import BrightnessReward, ToyPolicy, condition, group, scored
 
 
-def test_the_caption_names_the_motion_where_it_is_known():
+def test_the_caption_names_the_motion_where_it_is_known_and_the_file_own_rewards_without_their_folder():
     shown = condition(3)
+    own = make_clip(shown, shown.source_video, {"some/folder/mine.py:warmth": 0.5, "remote:judge": 1.0})
+    assert own.name.endswith("_mine.py-warmth_0.500_remote-judge_1.000") and not set(own.name) & set("/:\\")
+    assert "some/folder/mine.py:warmth 0.500" in own.caption
     named = make_clip(dataclasses.replace(shown, preset="pan_left"), shown.source_video, {"brightness": 0.5})
     prompted = make_clip(dataclasses.replace(shown, target_camera=""), shown.source_video, {"brightness": 0.5})
     assert prompted.caption == "a toy room number 3 seen by a moving camera: brightness 0.500"
@@ -60,10 +63,3 @@ def test_there_is_no_group_to_show_without_two_copies_or_a_weight():
     assert group_clip(batch, {"brightness": 1.0}, k=4) is None
     assert group_clip(scored(ToyPolicy(), group(3, 4)), {"brightness": 0.0}, k=4) is None
     assert group_clip(dataclasses.replace(batch, videos=torch.empty(0)), {"brightness": 1.0}, k=4) is None
-
-
-def test_a_file_is_named_after_own_rewards_without_their_folder_and_without_a_colon():
-    shown = condition(3)
-    clip = make_clip(shown, shown.source_video, {"some/folder/mine.py:warmth": 0.5, "remote:judge": 1.0})
-    assert clip.name.endswith("_mine.py-warmth_0.500_remote-judge_1.000") and not set(clip.name) & set("/:\\")
-    assert "some/folder/mine.py:warmth 0.500" in clip.caption

@@ -20,7 +20,7 @@ from flow_grpo.reporting.drawing.path_sketch import flat_path
 from flow_grpo.reporting.gallery import Gallery
 from flow_grpo.reporting.labelled_video import Panel, draw_labelled, rate
 from flow_grpo.reporting.tracker import Tracker
-from flow_grpo.runtime.ranks.process_group import Group, World
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.video_file import read_frames
 from tests.toy import BrightnessReward, ToyPolicy, condition, group, scored
 
@@ -128,16 +128,6 @@ def test_training_samples_and_a_group_s_copies_are_written_when_asked_for(tmp_pa
     assert all((tmp_path / "videos" / line["file"]).stat().st_size for line in lines)
 
 
-def test_ranks_other_than_zero_write_no_video(tmp_path):
-    tracker = Tracker(tmp_path / "run", {}, (), World.of(Group(1, 2)))
-    gallery = Gallery(tracker, tmp_path / "run")
-    gallery.evaluation([], 0, before=True)
-    gallery.paths([])
-    assert gallery.extremes("best", [], 3) == []
-    tracker.close()
-    assert not list(tmp_path.iterdir())
-
-
 def ending_in(level: float, index: int) -> Clip:
     """Return a clip that is black but for its last frame."""
     video = torch.zeros((3, *SIZE))
@@ -167,9 +157,7 @@ def test_a_line_that_cannot_be_read_is_passed_over(tmp_path):
     (tmp_path / "index.jsonl").write_text('{"file": "a", "step": 1}\n{"fi\n[]\n{"file": 3, "step": 1}\n')
     assert video_index.read(tmp_path) == [{"file": "a", "step": 1}]
     video_index.add(tmp_path, {"file": "a", "step": 2})
-    assert [json.loads(text) for text in (tmp_path / "index.jsonl").read_text().splitlines()] == [
-        {"file": "a", "step": 2}
-    ]
+    assert json.loads((tmp_path / "index.jsonl").read_text()) == {"file": "a", "step": 2}
 
 
 def a_film(rows: int, columns: int, count: int = 2, poses: Tensor | None = None):
@@ -192,7 +180,8 @@ def test_small_panels_are_enlarged_by_a_whole_factor_without_smoothing(rows, col
         assert torch.equal(part, panel.repeat_interleave(factor, 2).repeat_interleave(factor, 3))
 
 
-def test_many_wide_panels_go_into_several_rows():
+def test_many_wide_panels_go_into_several_rows_and_a_short_clip_lasts_two_seconds():
+    assert [rate(frames) for frames in (1, 5, 21, 81)] == [0.5, 2.5, 10.5, 15]
     _, video, boxes = a_film(480, 832, count=6)
     assert video.shape[3] <= 4096 and len({box.y for box in boxes}) == 2
     places = {(box.x, box.y) for box in boxes}
@@ -205,11 +194,6 @@ def test_the_marked_frame_moves_along_the_path_and_nothing_else_does():
     changed = (video != video[:, :1]).any(dim=0).any(dim=0)
     assert changed.any() and not changed[: box.y + box.height].any() and not changed[:, : video.shape[3] // 2].any()
     assert len(video.flatten(2).unique(dim=1)[0]) == 5
-
-
-@pytest.mark.parametrize(("frames", "wanted"), [(1, 0.5), (5, 2.5), (21, 10.5), (81, 15)])
-def test_a_short_clip_lasts_two_seconds(frames, wanted):
-    assert rate(frames) == wanted
 
 
 @pytest.mark.parametrize(

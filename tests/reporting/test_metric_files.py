@@ -22,8 +22,8 @@ def table(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_every_call_is_a_line_and_every_step_a_row(tmp_path: Path) -> None:
-    files = MetricFiles(tmp_path)
+def test_every_call_is_a_line_and_every_step_a_row_and_a_fresh_run_starts_empty_files(tmp_path: Path) -> None:
+    files = MetricFiles(tmp_path, resumed_step=5)  # without files to resume from
     files.append({"reward/mean": 0.1, "train/loss": 2.0}, 1)
     files.append({"eval/psnr": 20.0}, 1)
     files.append({"reward/mean": 0.2, "train/loss": 1.5}, 2)
@@ -38,6 +38,7 @@ def test_every_call_is_a_line_and_every_step_a_row(tmp_path: Path) -> None:
         {"step": "1", "reward/mean": "0.1", "train/loss": "2.0", "eval/psnr": "20.0"},
         {"step": "2", "reward/mean": "0.2", "train/loss": "1.5", "eval/psnr": "21.0"},
     ]
+    assert MetricFiles(tmp_path).rows == {} and lines(tmp_path) == [] and table(tmp_path) == []
 
 
 def test_a_new_metric_is_a_column_that_is_empty_in_older_rows(tmp_path: Path) -> None:
@@ -92,17 +93,6 @@ def test_metrics_logged_after_their_steps_checkpoint_are_recorded_once(tmp_path:
     ]
 
 
-def test_a_fresh_run_starts_empty_files(tmp_path: Path) -> None:
-    MetricFiles(tmp_path).append({"a": 1.0}, 1)
-    files = MetricFiles(tmp_path)
-    assert files.rows == {} and lines(tmp_path) == [] and table(tmp_path) == []
-
-
-def test_resuming_without_files_starts_them(tmp_path: Path) -> None:
-    MetricFiles(tmp_path, resumed_step=5).append({"a": 1.0}, 6)
-    assert lines(tmp_path) == [{"step": 6, "a": 1.0}]
-
-
 def test_what_is_no_record_of_metrics_is_dropped_by_line_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -116,12 +106,6 @@ def test_what_is_no_record_of_metrics_is_dropped_by_line_and_the_run_goes_on(
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 
-def test_metrics_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(ValueError, match=r"metrics\.jsonl cannot be read .*; make it readable"):
-        MetricFiles(tmp_path, resumed_step=1)
-
-
 def test_a_reader_takes_every_record_and_leaves_out_a_line_that_is_being_written(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 2, "a/x": 1.0}\n{"step": 1, "a/x": null}\n{"step": 2, "a/y": 3}\n{"step": 3, "a/')
@@ -133,3 +117,7 @@ def test_a_reader_takes_every_record_and_leaves_out_a_line_that_is_being_written
             read_rows(file)
     with pytest.raises(ValueError, match="cannot be read"):
         read_rows(tmp_path)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(ValueError, match=r"metrics\.jsonl cannot be read .*; make it readable"):
+        MetricFiles(tmp_path, resumed_step=1)

@@ -50,12 +50,6 @@ def test_held_out_metrics_stand_before_the_rewards_and_those_before_the_run_s_he
     assert list(axes["eval/trans_err_m: 0.5 → 0.25"].lines[0].get_xdata()) == [0, 3]
 
 
-@pytest.mark.parametrize(("sign", "said"), [(1, "\nhigher is better"), (-1, "\nlower is better"), (0, "")])
-def test_a_held_out_metric_s_direction_stands_in_its_title(tmp_path: Path, sign: int, said: str) -> None:
-    figure = curves(tmp_path / "curves.png", rows(3), direction=lambda _: sign)
-    assert figure.axes[0].get_title(loc="left") == f"eval/trans_err_m: 0.5 → 0.25{said}"
-
-
 def curves(path: Path, data: dict[int, dict[str, float]], **given: Any) -> Any:
     figure = Figure(layout="constrained")
     with mock.patch.object(plots, "new_figure", return_value=figure):
@@ -89,21 +83,15 @@ def test_only_what_decides_the_verdict_is_drawn_and_equal_numbers_once() -> None
     assert names[:-1] == ["eval/target_psnr", "eval/target_view", "eval/trans_err_m"]
 
 
-def test_the_judge_s_floor_is_a_dashed_line() -> None:
-    data = rows(3)
-    data[0]["eval_floor/trans_err_m"] = 0.04
-    axes = next(iter(drawn(data).values()))
-    assert [list(line.get_ydata()) for line in axes.lines if line.get_linestyle() == "--"] == [[0.04, 0.04]]
-
-
-def test_epochs_are_also_counted_in_minutes_and_forwards(tmp_path: Path) -> None:
+def test_epochs_are_also_counted_in_minutes_and_forwards_and_a_title_says_which_way_is_better(tmp_path: Path) -> None:
     data = rows(4)
     for step in (1, 2, 3, 4):
         data[step] |= {"time/epoch_s": 60.0 * step, "system/forward_equivalents": 1000.0 * step}
-    figure = curves(tmp_path / "curves.png", data)
+    figure = curves(tmp_path / "curves.png", data, direction=lambda _: -1)
     assert figure.get_supxlabel() == (
         "epoch   (4 epochs: 10 minutes of training, 4,000 forward equivalents of the network)"
     )
+    assert figure.axes[0].get_title(loc="left") == "eval/trans_err_m: 0.5 → 0.25\nlower is better"
     (above,) = figure.axes[0].child_axes
     ticks = dict(zip([text.get_text() for text in above.get_xticklabels()], above.get_xticks(), strict=True))
     assert ticks["10"] == pytest.approx(4) and ticks["6"] == pytest.approx(3) and ticks["0"] == pytest.approx(0)
@@ -137,17 +125,16 @@ def bounds(band: Any) -> tuple[float, float]:
     return float(heights.min()), float(heights.max())
 
 
-def test_the_band_is_the_within_group_standard_deviation() -> None:
+def test_a_band_is_the_std_within_groups_or_the_interval_of_the_change_and_the_floor_a_dashed_line() -> None:
     assert bounds(drawn(rows(3))["reward/a_mean"].collections[0]) == pytest.approx((0.1 - 0.2, 0.3 + 0.2))
-
-
-def test_the_band_of_a_held_out_metric_is_the_interval_of_its_change() -> None:
     data = rows(3)
+    data[0]["eval_floor/trans_err_m"] = 0.04
     for end, value in (("", -0.25), ("_low", -0.3), ("_high", -0.1)):
         data[3][f"eval_change/trans_err_m{end}"] = value
     axes = next(iter(drawn(data).values()))
     band = axes.collections[0].get_paths()[0].vertices
     assert sorted({(float(x), round(float(y), 6)) for x, y in band}) == [(0.0, 0.5), (3.0, 0.2), (3.0, 0.4)]
+    assert [list(line.get_ydata()) for line in axes.lines if line.get_linestyle() == "--"] == [[0.04, 0.04]]
 
 
 def test_a_running_mean_of_the_reward_is_drawn_from_twenty_points() -> None:

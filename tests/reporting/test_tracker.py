@@ -45,22 +45,17 @@ def log_video(tracker: Tracker, name: str, path: Path, video: torch.Tensor, step
     tracker.log_file(name, path, lambda: write_video(path, video), "reward 0.7", step)
 
 
-def test_files_are_written_without_any_tracker(tmp_path: Path) -> None:
+def test_files_are_written_without_any_tracker_and_curves_at_each_evaluation(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path / "run", CONFIG, (), ALONE)
     tracker.log({"reward/mean": torch.tensor(0.5), "train/steps": 3}, 1)  # type: ignore[dict-item]
+    tracker._making.finish(60.0)
     assert names(tmp_path / "run") == ["metrics.csv", "metrics.jsonl"]
-    tracker.close()
-    assert names(tmp_path / "run") == ["curves.png", "metrics.csv", "metrics.jsonl"]
     assert json.loads((tmp_path / "run/metrics.jsonl").read_text()) == {"step": 1, "reward/mean": 0.5, "train/steps": 3}
-
-
-def test_curves_are_drawn_at_each_evaluation(tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path, CONFIG, (), ALONE)
-    tracker.log({"reward/mean": 0.5}, 1)
-    assert not (tmp_path / "curves.png").exists()
     tracker.log({"eval/trans_err_m": 0.5}, 1)
+    tracker._making.finish(60.0)
+    assert names(tmp_path / "run") == ["curves.png", "metrics.csv", "metrics.jsonl"]
     tracker.close()
-    with Image.open(tmp_path / "curves.png") as picture:
+    with Image.open(tmp_path / "run/curves.png") as picture:
         assert picture.format == "PNG"
 
 
@@ -93,16 +88,12 @@ def test_a_tracker_that_is_not_installed_is_refused_by_name(tmp_path: Path, monk
         Tracker(tmp_path, CONFIG, ("wandb",), ALONE)
 
 
-def test_the_summary_is_what_it_was_given(tmp_path: Path) -> None:
+def test_the_summary_is_what_it_was_given_and_is_deleted_when_the_run_is_extended(tmp_path: Path) -> None:
     given = {"before": {"eval/a": 1.0}, "split": "tune", "train_seconds": 12.5}
-    Tracker(tmp_path, CONFIG, (), ALONE).write_summary(given)
-    assert json.loads((tmp_path / "summary.json").read_text()) == given
-
-
-def test_the_summary_is_deleted_when_the_run_is_extended(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path, CONFIG, (), ALONE)
     tracker.begin()
-    tracker.write_summary({"train_seconds": 12.5})
+    tracker.write_summary(given)
+    assert json.loads((tmp_path / "summary.json").read_text()) == given
     tracker.begin()
     assert not (tmp_path / "summary.json").exists()
 
@@ -177,15 +168,10 @@ def checked(real: Callable[..., Any], answer: Callable[..., Any]) -> mock.Mock:
 def wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     real = pytest.importorskip("wandb")
     methods = ("define_metric", "log", "finish")
-    run = SimpleNamespace(
-        **{
-            method: checked(partial(getattr(real.Run, method), None), lambda *_args, **_kwargs: None)
-            for method in methods
-        }
-    )
-    media = {name: checked(getattr(real, name), lambda *args, **kwargs: (args, kwargs)) for name in ("Video", "Table")}
-    media["Image"] = checked(real.Image, lambda *args, **kwargs: (args, kwargs))
-    fake = SimpleNamespace(run=run, init=checked(real.init, lambda **_kwargs: run), Settings=real.Settings, **media)
+    calls = {name: checked(partial(getattr(real.Run, name), None), lambda *_args, **_kwargs: None) for name in methods}
+    run = SimpleNamespace(**calls)
+    image = checked(real.Image, lambda *args, **kwargs: (args, kwargs))
+    fake = SimpleNamespace(run=run, init=checked(real.init, lambda **_kwargs: run), Settings=real.Settings, Image=image)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: object())
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -194,7 +180,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return fake
 
 
-def test_wandb_gets_every_group_with_its_step_axis(tmp_path: Path, wandb: Any) -> None:
+def test_wandb_gets_every_group_with_its_step_axis(tmp_path: Path, wandb: Any, caplog: Any) -> None:
     tracker = Tracker(tmp_path / "run", CONFIG, ("wandb",), ALONE, direction={"eval/x": -1}.get)  # type: ignore[arg-type]
     tracker.log({"reward/mean": 0.5}, 3)
     tracker.log({"time/epoch": 0.5, "eval/x": 1.0}, 4)
@@ -219,32 +205,11 @@ def test_wandb_gets_every_group_with_its_step_axis(tmp_path: Path, wandb: Any) -
     ]
     assert [set(row) for row in logged[2:]] == [{"eval/curves", "eval/epoch"}] * 2
     wandb.run.finish.assert_called_once()
-
-
-def test_after_closing_metrics_still_reach_the_files_and_no_tracker(tmp_path: Path, wandb: Any, caplog) -> None:
-    tracker = Tracker(tmp_path / "run", CONFIG, ("wandb",), ALONE)
-    tracker.log({"reward/mean": 0.5}, 1)
-    tracker.close()
-    reported = wandb.run.log.call_count
-    tracker.log({"time/close_s": 2.0}, 1)
+    # After closing metrics still reach the files, and no tracker.
+    tracker.log({"time/close_s": 2.0}, 4)
     tracker._serving.finish(10.0)
-    assert wandb.run.log.call_count == reported and not caplog.records
+    assert wandb.run.log.call_count == len(logged) and not caplog.records
     assert '"time/close_s": 2.0' in (tmp_path / "run" / "metrics.jsonl").read_text()
-
-
-def test_wandb_gets_the_video_file_itself(tmp_path: Path, video: torch.Tensor, wandb: Any) -> None:
-    tracker = Tracker(tmp_path / "run", CONFIG, ("wandb",), ALONE)
-    log_video(tracker, "train/room", tmp_path / "room.mp4", video, 2)
-    tracker.log_table("eval/worst", [{"a": 1}], 2)
-    tracker.close()
-    found = [call.args[0] for call in wandb.run.log.call_args_list]
-    first, second = sorted(found, key=lambda row: "train/room" not in row)
-    assert (tmp_path / "room.mp4").is_file()
-    assert first == {
-        "train/room": ((str(tmp_path / "room.mp4"),), {"caption": "reward 0.7", "format": "mp4"}),
-        "train/epoch": 2,
-    }
-    assert second == {"eval/worst": ((), {"columns": ["a"], "data": [[1]], "allow_mixed_types": True}), "eval/epoch": 2}
 
 
 @pytest.mark.parametrize(
@@ -255,16 +220,8 @@ def test_wandb_gets_the_video_file_itself(tmp_path: Path, video: torch.Tensor, w
         ({"WANDB_MODE": "disabled"}, None, "allow"),
         ({"NETRC_CONTENT": "machine api.wandb.ai login user password x"}, None, "allow"),
         ({"NETRC_CONTENT": "machine api.forge.coreweave.com login user password x"}, None, "allow"),
-        (
-            {"NETRC_CONTENT": "machine own.org login a password x", "WANDB_BASE_URL": "http://own.org"},
-            None,
-            "allow",
-        ),
-        (
-            {"NETRC_CONTENT": "machine api.wandb.ai login a password x", "WANDB_BASE_URL": "http://a.b"},
-            "offline",
-            None,
-        ),
+        ({"NETRC_CONTENT": "machine own.org login a password x", "WANDB_BASE_URL": "http://own.org"}, None, "allow"),
+        ({"NETRC_CONTENT": "machine api.wandb.ai login a password x", "WANDB_BASE_URL": "http://a.b"}, "offline", None),
         ({"NETRC_CONTENT": "machine example.org login user password x"}, "offline", None),
     ],
 )
@@ -296,21 +253,7 @@ class Failing(Tensorboard):
         raise ConnectionError("no route to host")
 
 
-@pytest.fixture
-def sink(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Put a stand-in in the place of the tensorboard sink."""
-    place = "flow_grpo.reporting.sinks.tensorboard.Tensorboard"
-    return lambda stand_in: monkeypatch.setattr(place, stand_in)
-
-
-def a_short_run(folder: Path, video: torch.Tensor) -> None:
-    tracker = Tracker(folder, CONFIG, ("tensorboard",), ALONE)
-    for step in (1, 2, 3):
-        tracker.log({"reward/mean": 0.5}, step)
-    log_video(tracker, "eval/room", folder / "room.mp4", video, 3)
-    tracker.close()
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
-    assert {"room.mp4", "curves.png"} <= set(names(folder))
+SINK = "flow_grpo.reporting.sinks.tensorboard.Tensorboard"
 
 
 @pytest.mark.parametrize(
@@ -319,19 +262,25 @@ def a_short_run(folder: Path, video: torch.Tensor) -> None:
     ids=["when it is opened", "when it is used"],
 )
 def test_a_tracker_that_fails_is_warned_about_once_and_stops_nothing(
-    stand_in: Any, why: str, sink: Any, tmp_path: Path, video: torch.Tensor, caplog: pytest.LogCaptureFixture
+    stand_in: Any, why: str, tmp_path: Path, video: torch.Tensor, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sink(stand_in)
-    a_short_run(tmp_path, video)
+    monkeypatch.setattr(SINK, stand_in)
+    tracker = Tracker(tmp_path, CONFIG, ("tensorboard",), ALONE)
+    for step in (1, 2, 3):
+        tracker.log({"reward/mean": 0.5}, step)
+    log_video(tracker, "eval/room", tmp_path / "room.mp4", video, 3)
+    tracker.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert {"room.mp4", "curves.png"} <= set(names(tmp_path))
     [warning] = caplog.messages
     assert "tensorboard does not get everything" in warning and why in warning
 
 
 def test_a_tracker_that_hangs_delays_neither_an_epoch_nor_a_file_nor_the_end(
-    sink: Any, tmp_path: Path, video: torch.Tensor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, video: torch.Tensor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answered = threading.Event()
-    sink(lambda _opening: answered.wait())
+    monkeypatch.setattr(SINK, lambda _opening: answered.wait())
     tracker = Tracker(tmp_path, CONFIG, ("tensorboard",), ALONE)
     tracker.log({"eval/x": 0.5}, 1)
     log_video(tracker, "eval/room", tmp_path / "room.mp4", video, 1)

@@ -82,13 +82,10 @@ def test_a_source_that_only_turns_has_no_anchors_of_its_own_and_enough_with_a_se
     assert np.median(np.concatenate([off_the_walls(view.xyz) for view in both.views])) < 0.015
 
 
-def test_a_source_that_hardly_moves_has_no_anchors_of_its_own():
+def test_a_source_that_hardly_moves_has_no_anchors_and_one_that_stands_still_those_of_a_second_camera():
     poses = torch.eye(4, dtype=torch.float64).repeat(FRAMES, 1, 1)
     poses[:, 0, 3] = torch.linspace(0, 0.03, FRAMES)  # half a degree at 3.5 m
     assert len(make_source(filmed(shoot(poses, SMALL), poses), None, CAMERA)) == 0
-
-
-def test_a_source_that_stands_still_is_anchored_by_a_second_camera():
     still = torch.eye(4, dtype=torch.float64).expand(FRAMES, 4, 4)
     source = filmed(shoot(still, SMALL), still)
     assert len(make_source(source, None, CAMERA)) == 0
@@ -135,26 +132,20 @@ def test_wrong_labels_are_refused(wrong):
     assert make_source(filmed(film("source"), poses), None, camera).fault
 
 
-def test_a_wrong_focal_length_is_not_saved_by_a_second_camera():
+def test_a_wrong_focal_length_is_not_saved_by_a_second_camera_and_too_few_frames_are_refused():
     camera = CAMERA.copy()
     camera[1, 1] *= 363.6 / 630.3
     assert make_source(filmed(film("source"), source_path(FRAMES)), second_camera(), camera).fault
-
-
-def test_too_few_frames_are_refused():
     poses = source_path(2)
     assert "needs 3" in make_source(filmed(shoot(poses, SMALL), poses), None, CAMERA).fault
 
 
-def test_frames_of_the_true_view_that_the_source_does_not_show_are_not_judged():
+def test_frames_of_the_true_view_that_the_source_does_not_show_and_views_from_elsewhere_are_not_judged():
     turn = torch.tensor([[0.0, degrees, 0.0] for degrees in (0, 5, 10, 110, 170)], dtype=torch.float64).deg2rad()
     away = pose(rotation_matrix(turn), torch.zeros(FRAMES, 3, dtype=torch.float64))
     source = make_source(filmed(film("source"), source_path(FRAMES)), filmed(shoot(away, SMALL), away), CAMERA)
     assert source.fault == ""
     assert source.visible.tolist() == [True, True, True, False, False]
-
-
-def test_a_true_view_from_elsewhere_than_labelled_is_not_judged():
     true, label = slowed("arc_right", FRAMES, 0.5), preset_path("arc_right", FRAMES)
     source = make_source(
         filmed(film("source"), source_path(FRAMES)), filmed(film("arc_right", speed=0.5), label), CAMERA

@@ -93,13 +93,14 @@ def test_a_grid_is_found_in_texture(period):
     assert found["grid"] > TOLERANCE["grid"] and value < -3 * Exposure.floor
 
 
-def test_lines_every_23_pixels_are_no_grid_of_the_codec():
+def test_lines_every_23_pixels_and_pictures_of_fewer_than_four_tiles_are_no_grid():
     pictures = torch.full((2, 320, 400), 0.5)
     pictures[..., ::23] += 0.1
     assert grid(pictures) < 1e-3
     pictures = torch.full((2, 320, 400), 0.5)
     pictures[..., ::16] += 0.1
     assert grid(pictures) > 0.01
+    assert grid(torch.rand(3, 24, 32)) == 0
 
 
 def test_a_camera_that_moves_by_a_period_a_frame_is_no_grid():
@@ -110,29 +111,19 @@ def test_a_camera_that_moves_by_a_period_a_frame_is_no_grid():
     assert grid(moving) < 1.5 * grid(still) + 0.01
 
 
-def test_a_picture_of_fewer_than_four_tiles_shows_no_grid():
-    assert grid(torch.rand(3, 24, 32)) == 0
-
-
-def test_what_lies_between_source_and_true_view_is_right():
+def test_what_lies_between_source_and_true_view_is_right_and_a_part_costs_at_most_a_fifth():
     dark, middle, bright = flat(0.3), flat(0.5), flat(0.7)
     assert judged(middle, dark, bright)[0] == 0
     assert judged(bright, dark, bright)[0] == 0
     assert judged(bright, dark)[0] < -0.1
     assert judged(flat(0.9), dark, bright)[0] < -0.1
-
-
-def test_a_part_costs_at_most_a_fifth():
     assert judged(flat(0.9), flat(0.1))[0] == pytest.approx(-1 / 5)
 
 
-def test_samples_of_a_batch_do_not_mix():
+def test_samples_of_a_batch_do_not_mix_and_two_frames_are_refused():
     chosen = [dataclasses.replace(CONDITION, source_video=flat(level), target_video=None) for level in (0.5, 0.3)]
     result = Exposure()(torch.stack([flat(0.5), flat(0.5)]), chosen)
     assert result.values[0] == 0 and result.values[1] < -0.1
-
-
-def test_two_frames_are_refused():
     with pytest.raises(ValueError, match="at least 3 frames, got videos of 2"):
         Exposure()(flat(0.5, frames=2)[None], [CONDITION])
 

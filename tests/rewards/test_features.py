@@ -24,28 +24,24 @@ def test_a_blob_is_found_where_it_is():
     assert np.abs(found.points - [63.3, 37.6]).max(1).min() < 0.06
 
 
-def test_descriptors_have_length_one_and_features_are_bounded():
-    found = find_features(grey(film("source"))[0])
+def test_descriptors_have_length_one_a_dark_picture_has_many_features_and_an_empty_one_none():
+    picture = grey(film("source"))[0]
+    found = find_features(picture)
     assert 500 < len(found) <= MOST_FEATURES + 5  # OpenCV keeps those that tie
     assert np.allclose(np.linalg.norm(found.descriptors, axis=1), 1, atol=1e-3)
-
-
-def test_an_empty_picture_has_no_features():
     found = find_features(np.full((48, 64), 128, np.uint8))
     assert found.points.shape == (0, 2) and found.descriptors.shape == (0, 128)
-
-
-def test_a_darkened_picture_keeps_its_features():
-    picture = grey(film("source"))[0]
     assert len(find_features((0.35 * picture).astype(np.uint8))) > 500
 
 
-def test_matches_are_mutual():
+def test_matches_are_mutual_and_one_candidate_matches_nothing():
     known = directions(20)
     order = np.random.default_rng(1).permutation(20)
     first, second = match(known, known[order])
     assert len(first) == 20
     assert (order[second] == first).all()
+    assert len(match(directions(1), directions(5))[0]) == 0
+    assert len(match(directions(5), directions(0))[0]) == 0
 
 
 def test_the_nearest_of_somebody_else_is_no_match():
@@ -62,8 +58,3 @@ def test_an_ambiguous_match_is_none():
     assert set(first) == {2, 3, 4, 5}
     first, second = match(twice, known)
     assert set(second) == {2, 3, 4, 5}
-
-
-def test_one_candidate_matches_nothing():
-    assert len(match(directions(1), directions(5))[0]) == 0
-    assert len(match(directions(5), directions(0))[0]) == 0

@@ -72,9 +72,12 @@ def test_another_refusal_is_final_and_redirects_are_not_followed(status):
         assert server.scored == 1
 
 
-def test_a_silent_server_is_given_up():
+def test_a_silent_server_and_a_refused_connection_are_given_up():
     with ScriptedServer(silent) as server:
         assert refusal(server, 0.2) == "failed 3 attempts, the last: no answer within 0.2 s"
+    with ScriptedServer(FINE) as server:
+        pass
+    assert "failed 3 attempts, the last: ConnectError: " in refusal(server)
 
 
 def test_a_server_that_reads_nothing_is_given_up():
@@ -82,12 +85,6 @@ def test_a_server_that_reads_nothing_is_given_up():
     late = pytest.raises(ServiceError, match=r"no answer within 0\.3 s")
     with socket.create_server(("127.0.0.1", 0)) as deaf, late:
         Client(f"http://127.0.0.1:{deaf.getsockname()[1]}", ()).ask("/score", 0.3, bytes(2**26))
-
-
-def test_a_refused_connection_is_a_cause():
-    with ScriptedServer(FINE) as server:
-        pass
-    assert "failed 3 attempts, the last: ConnectError: " in refusal(server)
 
 
 def test_retry_after_lengthens_a_delay_within_a_limit(monkeypatch):

@@ -31,35 +31,22 @@ def score(videos, *, source=None, target=None) -> list[float]:
     return result.values.tolist()
 
 
-def test_motion_is_the_mean_absolute_change_between_frames():
+def test_the_value_is_the_log_of_the_ratio_to_the_motion_of_the_true_view_or_else_the_source():
     assert motion(blinking(0.1)).tolist() == pytest.approx([0.1])
-
-
-def test_the_value_is_the_logarithm_of_the_ratio_with_one_grey_level_added():
     expected = -math.log((0.2 + 1 / 255) / (0.1 + 1 / 255))
     assert score(blinking(0.2), target=blinking(0.1)) == pytest.approx([expected])
     assert score(blinking(0.1), target=blinking(0.2)) == pytest.approx([expected])
-
-
-def test_the_target_view_is_the_reference_and_the_source_stands_in_for_it():
     assert score(blinking(0.2), source=blinking(0.1), target=blinking(0.2)) == pytest.approx([0])
     assert score(blinking(0.2), source=blinking(0.2)) == pytest.approx([0])
 
 
-def test_a_frozen_and_a_flickering_video_lose_to_the_true_one():
+def test_a_frozen_and_a_flickering_video_lose_to_the_true_one_and_a_single_frame_is_refused():
     chosen = conditions(FILM)
     frozen = FILM.videos[:, :, :1].expand_as(FILM.videos)
     flickering = FILM.videos * torch.tensor([1.0, 0.7, 1.0, 0.7, 1.0])[:, None, None]
     true, still, flicker = (MotionMag()(videos, chosen).values for videos in (FILM.videos, frozen, flickering))
     assert true.tolist() == [0, 0]
     assert (still < -1).all() and (flicker < -0.5).all()
-
-
-def test_the_measured_motion_is_reported():
-    chosen = conditions(FILM)
     assert torch.allclose(MotionMag()(FILM.videos, chosen).info["motion"], motion(FILM.videos))
-
-
-def test_a_single_frame_is_refused():
     with pytest.raises(ValueError, match="at least 2 frames"):
-        MotionMag()(FILM.videos[:, :, :1], conditions(FILM))
+        MotionMag()(FILM.videos[:, :, :1], chosen)

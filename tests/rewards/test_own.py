@@ -17,18 +17,6 @@ from tests.toy import condition
 PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
 CONDITIONS = tuple(condition(number) for number in range(3))
 VIDEOS = torch.stack([each.source_video for each in CONDITIONS])
-CLASS = """
-from flow_grpo.rewards.results import all_valid
-
-
-class Warmth:
-    floor = 0.25
-    measures = ("red",)
-
-    def __call__(self, videos, conditions):
-        red = videos[:, 0].mean(dim=(1, 2, 3))
-        return all_valid(conditions, red - videos[:, 2].mean(dim=(1, 2, 3)), {"red": red})
-"""
 
 
 @pytest.fixture
@@ -54,14 +42,6 @@ def test_a_plain_function_is_a_reward_beside_others(own):
     assert rewards.floors[name] == 0.0
 
 
-def test_a_class_keeps_its_floor_and_measures_under_the_name_that_the_run_gives_it(own):
-    name = own(CLASS, "Warmth")
-    rewards = build_reward_set({name: 1.0}, data_root=".")
-    assert rewards.floors == {name: 0.25}
-    assert set(rewards(VIDEOS, CONDITIONS)[name].info) == {"red"}
-    try_rewards(rewards, CONDITIONS[0])
-
-
 @pytest.mark.parametrize(("number", "example", "floor"), [(0, "warmth", 0.0), (1, "Warmth", 0.005)])
 def test_the_examples_on_the_page_are_rewards(own, number, example, floor):
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
@@ -71,13 +51,7 @@ def test_the_examples_on_the_page_are_rewards(own, number, example, floor):
     try_rewards(rewards, CONDITIONS[0])
     result = rewards(VIDEOS, CONDITIONS)[name]
     assert torch.allclose(result.values, (VIDEOS[:, 0] - VIDEOS[:, 2]).mean((1, 2, 3)), atol=1e-6)
-    assert rewards.floors == {name: floor}
-
-
-def test_a_value_that_is_no_number_is_a_fault_and_no_score(own):
-    name = own("def warmth(videos, conditions):\n    return videos.mean((1, 2, 3, 4)) * float('nan')\n", "warmth")
-    result = build_reward_set({name: 1.0}, data_root=".")(VIDEOS, CONDITIONS)[name]
-    assert not result.valid.any() and result.faults.all() and result.causes[0] == "value is nan"
+    assert rewards.floors == {name: floor} and set(result.info) == set(rewards.rewards[0].measures)
 
 
 @pytest.mark.parametrize(
@@ -128,13 +102,7 @@ def test_what_fails_or_has_another_shape_is_refused_on_a_trial_before_the_run(ow
 
 
 @pytest.mark.parametrize(
-    "write",
-    [
-        "videos.sub_(0.5)",
-        "videos[:, 0] = 0",
-        "videos.numpy()[:] = 0",
-        "conditions[0].source_video.mul_(255)",
-    ],
+    "write", ["videos.sub_(0.5)", "videos[:, 0] = 0", "videos.numpy()[:] = 0", "conditions[0].source_video.mul_(255)"]
 )
 def test_a_reward_that_writes_into_what_others_score_is_refused_on_a_trial(own, write):
     own_condition = condition(0)

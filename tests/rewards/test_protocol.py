@@ -91,7 +91,7 @@ def test_a_request_of_another_form_is_refused(change, match):
         protocol.read_request(changed(change))
 
 
-def test_a_peer_of_another_version_is_refused_with_both_versions():
+def test_a_peer_of_another_version_or_another_score_is_refused():
     multipart = b'--b\r\nContent-Disposition: form-data; name="meta"\r\n\r\n{"protocol": 1}\r\n--b--\r\n'
     for read in (
         lambda: protocol.read_request(multipart),
@@ -99,9 +99,6 @@ def test_a_peer_of_another_version_is_refused_with_both_versions():
     ):
         with pytest.raises(ValueError, match=r"^the other side speaks protocol 1, this one 2: update the older$"):
             read()
-
-
-def test_a_server_of_another_score_is_refused():
     assert protocol.read_health(json.dumps(HEALTH).encode(), "beauty")[0] == ("judge", "v1")
     with pytest.raises(ValueError, match="server scores beauty, not truth"):
         protocol.read_health(json.dumps(HEALTH).encode(), "truth")

@@ -48,12 +48,16 @@ def explode() -> RewardResult:
     raise RuntimeError("the scorer is down")
 
 
-def test_a_valid_result_is_returned_unchanged():
+def test_a_valid_result_is_returned_unchanged_and_a_masked_value_is_nan():
     said = run(Fake("fine", result))["fine"]
     assert said.values.tolist() == [1, 2, 3]
     assert said.valid.all()
     assert said.causes == ("", "", "")
     assert said.info["extra"].tolist() == [10, 20, 30]
+    said = run(Fake("half", lambda: result(valid=(True, False, True))))["half"]
+    assert said.values[1].isnan()
+    assert said.causes == ("", "why", "")
+    assert not said.faulty.any()
 
 
 @pytest.mark.parametrize(
@@ -98,13 +102,6 @@ def test_a_value_that_is_not_finite_is_masked_with_its_cause(value):
     assert said.faulty.tolist() == [False, True, False]
 
 
-def test_a_masked_value_is_nan_whatever_the_reward_put_there():
-    said = run(Fake("half", lambda: result(valid=(True, False, True))))["half"]
-    assert said.values[1].isnan()
-    assert said.causes == ("", "why", "")
-    assert not said.faulty.any()
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -132,10 +129,12 @@ def test_names_and_weights_must_match():
             RewardSet(rewards, weights)
 
 
-def test_a_set_knows_its_floors_and_weights():
+def test_a_set_knows_its_floors_and_weights_and_can_be_sent_to_another_process(tmp_path):
     chosen = RewardSet([Fake("fine", result)], {"fine": 0.5})
     assert chosen.floors["fine"] == 0.25
     assert chosen.weights == {"fine": 0.5}
+    chosen = build_reward_set({"target_view": 1.0, "room_pose": 0.0}, data_root=tmp_path)
+    assert pickle.loads(pickle.dumps(chosen)).weights == chosen.weights
 
 
 def test_the_callback_runs_after_each_reward_even_a_failed_one():
@@ -148,8 +147,7 @@ def test_the_callback_runs_after_each_reward_even_a_failed_one():
 
 def test_an_unknown_reward_is_refused_with_the_known_ones():
     with pytest.raises(
-        ConfigError,
-        match=r"weights: got 'beauty', must be one of 'target_view', .*'room_trans' or FILE.py:NAME; pass",
+        ConfigError, match=r"weights: got 'beauty', must be one of 'target_view', .*'room_trans' or FILE.py:NAME; pass"
     ):
         build_reward("beauty", data_root="data")
     with pytest.raises(ConfigError, match=r"got 'target_veiw', .*; did you mean 'target_view'\?"):
@@ -180,11 +178,6 @@ def test_every_reward_answers_as_it_declares(tmp_path):
         assert said.values.dtype == torch.float32
         assert set(said.info) == set(reward.measures)
         assert reward.floor > 0
-
-
-def test_a_set_can_be_sent_to_another_process(tmp_path):
-    chosen = build_reward_set({"target_view": 1.0, "room_pose": 0.0}, data_root=tmp_path)
-    assert pickle.loads(pickle.dumps(chosen)).weights == chosen.weights
 
 
 def test_a_set_says_which_model_computes_a_reward_elsewhere_and_how_often_it_was_asked():

@@ -16,32 +16,25 @@ from tests.room_films import INTRINSICS, conditions, film, viewpoints
 SHORT = film(["pan_right", "zoom_in", "arc_left"], frames=2)
 
 
-def test_a_room_is_read_as_it_was_written(tmp_path):
+def test_a_room_is_read_as_it_was_written_and_conditions_without_one_are_left_out(tmp_path):
     chosen = conditions(SHORT, root=tmp_path)
     room = load_room(tmp_path / chosen[0].scene / "room.json")
     assert torch.equal(room.phase, SHORT.rooms.phase[0])
     assert math.isclose(float(room.half_size[0]), 3.0)
-
-
-def test_as_many_reference_poses_as_rooms_are_asked_for():
-    with pytest.raises(ValueError, match=r"3 rooms need as many reference poses \(4, 4\), got \(2, 4, 4\)"):
-        make_viewpoints(SHORT.rooms, SHORT.references[:2], INTRINSICS)
-
-
-def test_conditions_without_a_room_are_left_out(tmp_path):
-    chosen = conditions(SHORT, root=tmp_path)
     chosen[0] = dataclasses.replace(chosen[0], scene="val/nowhere")
     rows, viewpoints, causes = find_viewpoints(tmp_path, chosen)
     assert rows == [1, 2] and "nowhere" in causes[0] and causes[1:] == ["", ""]
     assert torch.equal(viewpoints.references, SHORT.references[1:])
 
 
-def test_viewpoints_are_equal_when_room_reference_and_camera_are():
+def test_viewpoints_are_equal_when_room_reference_and_camera_are_of_which_there_must_be_as_many():
     same = film(["pan_right", "zoom_in"], rooms=2, frames=1)
     assert [rows.tolist() for rows in viewpoints(same).distinct()] == [[0, 1], [2, 3]]
     lenses = torch.stack([INTRINSICS, INTRINSICS, INTRINSICS, 1.1 * INTRINSICS])
     differing = make_viewpoints(same.rooms, same.references, lenses)
     assert [rows.tolist() for rows in differing.distinct()] == [[0, 1], [2], [3]]
+    with pytest.raises(ValueError, match=r"3 rooms need as many reference poses \(4, 4\), got \(2, 4, 4\)"):
+        make_viewpoints(SHORT.rooms, SHORT.references[:2], INTRINSICS)
 
 
 def test_each_frame_gets_the_guess_that_it_was_filmed_from():

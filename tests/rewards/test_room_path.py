@@ -62,14 +62,11 @@ def test_values_are_mean_degrees_and_metres_over_the_frames_after_the_first(tmp_
     assert RoomTrans(tmp_path)(FEW.videos, asked).values.mean().item() == pytest.approx(-0.25, abs=0.02)
 
 
-def test_the_first_frame_is_not_looked_at(tmp_path):
+def test_the_first_frame_is_not_looked_at_and_of_many_frames_evenly_spread_ones_are(tmp_path):
     asked = conditions(FEW, root=tmp_path)
     spoilt = FEW.videos.clone()
     spoilt[:, :, 0] = torch.rand(spoilt[:, :, 0].shape, generator=torch.Generator().manual_seed(0))
     assert torch.equal(RoomRot(tmp_path)(spoilt, asked).values, RoomRot(tmp_path)(FEW.videos, asked).values)
-
-
-def test_of_many_frames_evenly_spread_ones_are_scored_and_of_one_that_one():
     assert scored_frames(5) == [1, 2, 3, 4]
     assert scored_frames(81) == list(range(4, 81, 4))
     assert scored_frames(1) == [0]

@@ -15,17 +15,7 @@ from flow_grpo.maths.room import random_room, render_video, stack_rooms
 from flow_grpo.rewards.room import room_pose
 from flow_grpo.rewards.room.room_fit import RoomPoses, make_viewpoints
 from flow_grpo.rewards.room.room_pose import RoomPose, estimate_poses
-from tests.room_films import (
-    HEIGHT,
-    INTRINSICS,
-    WIDTH,
-    Film,
-    conditions,
-    film,
-    like_a_codec,
-    reference_pose,
-    viewpoints,
-)
+from tests.room_films import HEIGHT, INTRINSICS, WIDTH, Film, conditions, film, like_a_codec, reference_pose, viewpoints
 
 FEW = ["pan_right", "zoom_in", "arc_left", "translate_up"]
 SHORT = film(FEW, frames=3)
@@ -117,13 +107,19 @@ def test_a_frame_is_found_from_its_neighbours_when_its_own_guesses_fail(monkeypa
     assert trans_err(still.true, found.poses).max() < 0.05
 
 
-def test_poses_are_rigid_and_relative_to_the_reference():
+def test_poses_are_rigid_and_those_of_each_video_with_its_viewpoint_alone():
     found = locate(SHORT)
     assert found.poses.dtype == torch.float64
     rotation = found.poses[..., :3, :3]
     assert torch.allclose(rotation @ rotation.mT, torch.eye(3, dtype=torch.float64).expand_as(rotation), atol=1e-12)
     assert torch.allclose(torch.linalg.det(rotation), torch.ones(4, 3, dtype=torch.float64))
     assert found.residual.shape == (4, 3)
+    part = estimate_poses(SHORT.videos[1:2], viewpoints(SHORT).take(torch.tensor([1])))
+    assert torch.allclose(part.poses[0], found.poses[1], atol=2e-3)
+    each = make_viewpoints(SHORT.rooms, SHORT.references, INTRINSICS.expand(4, 4))
+    assert torch.equal(estimate_poses(SHORT.videos, each).poses, found.poses)
+    with pytest.raises(ValueError, match="2 videos need as many viewpoints, got 4"):
+        estimate_poses(SHORT.videos[:2], viewpoints(SHORT))
 
 
 def test_the_residual_tells_a_located_frame_from_one_of_another_place():
@@ -131,21 +127,6 @@ def test_the_residual_tells_a_located_frame_from_one_of_another_place():
     noise = torch.rand(SHORT.videos.shape, generator=torch.Generator().manual_seed(0))
     assert located.max() < 0.06
     assert locate(SHORT, noise).residual.min() > 0.2
-
-
-def test_videos_of_a_batch_do_not_touch_one_another():
-    part = estimate_poses(SHORT.videos[1:2], viewpoints(SHORT).take(torch.tensor([1])))
-    assert torch.allclose(part.poses[0], locate(SHORT).poses[1], atol=2e-3)
-
-
-def test_intrinsics_may_differ_from_video_to_video():
-    each = make_viewpoints(SHORT.rooms, SHORT.references, INTRINSICS.expand(4, 4))
-    assert torch.equal(estimate_poses(SHORT.videos, each).poses, locate(SHORT).poses)
-
-
-def test_as_many_viewpoints_as_videos_are_asked_for():
-    with pytest.raises(ValueError, match="2 videos need as many viewpoints, got 4"):
-        estimate_poses(SHORT.videos[:2], viewpoints(SHORT))
 
 
 def test_the_reward_is_the_formula_of_its_errors(tmp_path):
@@ -192,9 +173,6 @@ def test_what_cannot_be_compared_is_masked_alone_with_its_cause(tmp_path):
     assert "not the JSON form of a room" in result.causes[2]
     assert result.causes[3] == ""
     assert result.info["rot_err_deg"][:3].isnan().all() and result.info["rot_err_deg"][3] < 2
-
-
-def test_no_room_at_all_is_no_error(tmp_path):
     result = RoomPose(tmp_path)(SHORT.videos, conditions(SHORT))
     assert not result.valid.any()
     assert set(result.info) == set(RoomPose.measures)

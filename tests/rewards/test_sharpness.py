@@ -26,6 +26,7 @@ def test_the_value_is_the_log_of_the_mean_step_between_neighbours():
     assert result.info["edges"].tolist() == pytest.approx([1 / 64])  # along the rows, none along the columns
     assert result.values.tolist() == pytest.approx([math.log(1 / 64 + 1 / 255)])
     assert result.valid.tolist() == [True]
+    assert values(torch.full((1, 3, 5, 12, 16), 0.5)) == pytest.approx([math.log(1 / 255)])
 
 
 def test_blur_costs_and_noise_pays():
@@ -33,7 +34,3 @@ def test_blur_costs_and_noise_pays():
     assert all(less < own for less, own in zip(values(blur(plain, 1.0)), values(plain), strict=True))
     steps = plain.round(decimals=0)
     assert all(more > own for more, own in zip(values(steps), values(plain), strict=True))
-
-
-def test_a_flat_video_has_the_least_value_and_it_is_finite():
-    assert values(torch.full((1, 3, 5, 12, 16), 0.5)) == pytest.approx([math.log(1 / 255)])

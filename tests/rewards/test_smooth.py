@@ -38,13 +38,10 @@ def compared(commanded: Tensor, seen: Tensor, lost: tuple[int, ...] = (), unseen
     return compare(commanded, seen, commanded, visible)
 
 
-def test_changes_of_speed_are_second_differences():
+def test_changes_of_speed_are_second_differences_at_uneven_frames_too():
     turn, move = unsteadiness(path([0, 2, 7, 7], [0, 0.1, 0.1, 0.4]), torch.arange(4))
     assert torch.allclose(turn, torch.tensor([3.0, 5.0], dtype=torch.float64))
     assert torch.allclose(move, torch.tensor([0.1, 0.3], dtype=torch.float64))
-
-
-def test_a_steady_path_is_steady_at_uneven_frames_too():
     frames = [0, 2, 5, 7, 10]
     seen = path([3.0 * frame for frame in frames], [0.1 * frame for frame in frames])
     assert all(part.abs().max() < 1e-9 for part in unsteadiness(seen, torch.tensor(frames)))
@@ -61,14 +58,11 @@ def test_the_value_is_that_of_the_formula():
     assert value == pytest.approx(-(2.1 + 1.0) / 2 / 45 / 2 - 0.1 / 2 / 3 / 2)
 
 
-def test_only_what_the_command_does_not_ask_for_counts():
+def test_only_what_the_command_does_not_ask_for_counts_and_the_noise_of_the_estimate_is_free():
     jerky = path([0, 4, 0, 4, 0], [0, 0.3, 0.2, 0.5, 0.6])
     assert SMOOTH.read(compared(jerky, jerky))[0] == 0
     assert SMOOTH.read(compared(jerky, path([0] * 5, [0] * 5)))[0] == 0
     assert SMOOTH.read(compared(path([0] * 5, [0] * 5), jerky))[0] < -0.25
-
-
-def test_the_noise_of_the_estimate_is_free():
     still = path([0] * 5, [0] * 5)
     shaking = [0, 0.25, 0, 0.25, 0]
     trembling = path([TURN_NOISE_DEG * part for part in shaking], [MOVE_NOISE_M * part for part in shaking])
@@ -77,26 +71,19 @@ def test_the_noise_of_the_estimate_is_free():
     assert SMOOTH.read(compared(still, wilder))[0] == pytest.approx(-TURN_NOISE_DEG / 45 / 2)
 
 
-def test_joints_with_a_lost_frame_take_the_cap():
+def test_joints_with_a_lost_frame_take_the_cap_and_a_video_that_is_mostly_lost_is_worst():
     steady = path([0] * 7, [0.1 * frame for frame in range(7)])
     # Frame 1 takes part in two of the five second differences.
     assert SMOOTH.read(compared(steady, steady, lost=(1,)))[0] == pytest.approx(-2 / 5)
-
-
-def test_a_video_that_is_mostly_lost_is_worst():
-    steady = path([0] * 7, [0.1 * frame for frame in range(7)])
     value, turn, move = SMOOTH.read(compared(steady, steady, lost=(0, 5, 6, 4)))
     assert value == pytest.approx(-1) and turn == pytest.approx(45) and move == pytest.approx(2 * 0.6)
 
 
-def test_frames_without_weight_are_left_out():
+def test_frames_without_weight_are_left_out_and_two_show_no_steadiness():
     commanded = path([0] * 7, [0.1 * frame for frame in range(7)])
     seen = path([0, 0, 30, 0, 0, 0, 0], [0.1 * frame for frame in range(7)])
     assert SMOOTH.read(compared(commanded, seen, unseen=(2,)))[0] == 0
     assert SMOOTH.read(compared(commanded, seen, lost=(2,), unseen=(2,)))[0] == 0
-
-
-def test_two_frames_show_no_steadiness():
     with pytest.raises(ValueError, match="at least 3 frames that can be scored, got 2"):
         SMOOTH.read(compared(path([0] * 3, [0] * 3), path([0] * 3, [0] * 3), unseen=(1,)))
 
@@ -143,16 +130,3 @@ def test_it_shares_the_measurement_of_the_pose_rewards(calls_made):
         assert reward(measurer)(shot("arc_right")[None], chosen).valid.all()
     assert calls_made == ["make_source", "locate_video"]
     assert Smooth().measurer is PoseRot().measurer
-
-
-def test_a_source_without_anchors_masks_the_row_with_its_cause():
-    blind = condition("arc_right", shot("source"), source_path(FRAMES), intrinsics=None)
-    result = SMOOTH(shot("arc_right")[None], [blind])
-    assert not result.valid.any() and result.values.isnan().all()
-    assert "no known focal length" in result.causes[0]
-
-
-def test_a_video_that_does_not_show_the_scene_has_the_worst_value():
-    chosen = [condition("arc_right", shot("source"), source_path(FRAMES))]
-    result = SMOOTH(shot("arc_right")[None].flip(-1), chosen)
-    assert result.valid.all() and result.values == pytest.approx(-1) and result.info["unregistered"] == 1

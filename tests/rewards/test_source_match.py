@@ -22,11 +22,8 @@ def values(videos, chosen=CONDITIONS) -> torch.Tensor:
     return result.values
 
 
-def test_the_true_view_is_worth_nothing_less_than_the_best():
+def test_the_true_view_and_what_does_better_have_the_best_value():
     assert values(TARGET.videos).tolist() == [0] * 6
-
-
-def test_doing_better_than_the_true_view_earns_nothing():
     assert values(SOURCE.videos).tolist() == [0] * 6
 
 
@@ -56,21 +53,15 @@ def test_each_direction_finds_its_own_fault():
     assert grey_lost > 1.5 * grey_new > 0
 
 
-def test_a_copy_has_no_difference():
+def test_a_copy_has_no_difference_and_flat_colours_differ_by_their_distance():
     assert differences(TARGET.videos[0], TARGET.videos[0]).tolist() == pytest.approx([0, 0], abs=1e-3)
-
-
-def test_flat_colours_differ_by_their_distance():
     dark, light = torch.full((3, 2, 8, 8), 0.2), torch.full((3, 2, 8, 8), 0.5)
     assert differences(dark, light).tolist() == pytest.approx([0.3, 0.3])
 
 
-def test_without_a_true_view_the_distances_count_in_full():
+def test_without_a_true_view_the_distances_count_in_full_and_samples_do_not_mix():
     chosen = [dataclasses.replace(condition, target_video=None) for condition in CONDITIONS]
     result = SourceMatch()(TARGET.videos, chosen)
     assert (result.values < 0).all()
     assert torch.allclose(result.values, -(result.info["new"] + result.info["lost"]) / 2)
-
-
-def test_samples_of_a_batch_do_not_mix():
     assert torch.equal(values(TARGET.videos[2:3], CONDITIONS[2:3]), values(TARGET.videos)[2:3])
