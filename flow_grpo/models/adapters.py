@@ -32,8 +32,7 @@ def apply_training_mode(transformer: WanTransformer3DModel, model: ModelConfig) 
 
     "lora" adds low-rank adapters to `lora_targets` and trains `lora_full_modules` in full; "camera" trains what embeds
     the camera in every block (ReCam: `cam_encoder`); "attention" self-attention and all camera modules of every block,
-    the recipe of ReCamMaster's and ReDirector's authors; "full" everything. Adapters are initialized with a fixed seed,
-    identically on every rank.
+    the recipe of ReCamMaster's and ReDirector's authors; "full" everything. Adapters start the same on every rank.
 
     Raises:
         AdapterError: a pattern or module name matches nothing.
@@ -53,11 +52,7 @@ def apply_training_mode(transformer: WanTransformer3DModel, model: ModelConfig) 
 
 
 def trained_names(transformer: nn.Module, trained: str) -> set[str]:
-    """Return the names of the parameters that a mode other than "lora" trains.
-
-    Raises:
-        ValueError: mode "camera", and the network has no camera modules.
-    """
+    """Return the names of the parameters that a mode other than "lora" trains; ValueError as above."""
     encoders = getattr(transformer, "camera_encoders", ())
     parts = {"camera": {*encoders}, "attention": {"attn1", *camera_modules(transformer)}}
     names = {name for name, _ in transformer.named_parameters()}
@@ -105,11 +100,7 @@ def trained_state(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_trained_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Restore what `trained_state` returned.
-
-    Raises:
-        ValueError: names or shapes differ; nothing is changed.
-    """
+    """Restore what `trained_state` returned; ValueError if names or shapes differ, with nothing changed."""
     parameters = trained_parameters(module)
     missing, unexpected = sorted(parameters.keys() - state.keys()), sorted(state.keys() - parameters.keys())
     reshaped = [n for n in parameters.keys() & state.keys() if parameters[n].shape != state[n].shape]
@@ -184,11 +175,7 @@ def _swap(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 class Ema:
     """Exponential moving average of trained parameters: average = decay * average + (1 - decay) * parameter.
 
-    The decay is constant from the first update on, and the average starts at the parameters' initial values.
-
-    Args:
-        parameters: what to average, in a fixed order.
-        decay: in (0, 1).
+    The decay, in (0, 1), is constant from the first update on; the average starts at the parameters' initial values.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], decay: float) -> None:
@@ -211,11 +198,7 @@ class Ema:
         return {str(index): value.detach().clone() for index, value in enumerate(self._model.shadow_params)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ValueError: the number of tensors or a shape differs.
-        """
+        """Restore what `state_dict` returned; ValueError if the number of tensors or a shape differs."""
         shadows = {str(index): shadow for index, shadow in enumerate(self._model.shadow_params)}
         if {n: value.shape for n, value in state.items()} != {n: shadow.shape for n, shadow in shadows.items()}:
             raise ValueError(

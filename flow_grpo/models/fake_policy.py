@@ -36,8 +36,7 @@ from flow_grpo.settings.schema import Config, ModelConfig
 def transformer_config(model: VideoModel, model_folder: str | Path) -> dict[str, Any]:
     """Return the configuration of a model folder's transformer."""
     file = Path(model_folder, "transformer", "config.json")
-    stored = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return dict(model.published) | stored
+    return dict(model.published) | (json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {})
 
 
 def codec_config(model_folder: str | Path) -> Mapping[str, Any]:
@@ -56,12 +55,6 @@ class FakePolicy(WanPolicy):
     No shape depends on the number of blocks or on adapters, which fake networks do not support. Methods take real or
     fake tensors and return fake ones, so the rollout and the update run on it unchanged.
 
-    Args:
-        config: the recipe.
-
-    Attributes:
-        fake_mode: the context in which newly created tensors are fake.
-
     Raises:
         ConfigError: the recipe's policy is one of the user's own.
         ValueError: the codec's scale factors contradict its layers.
@@ -69,7 +62,7 @@ class FakePolicy(WanPolicy):
 
     def __init__(self, config: Config) -> None:
         own = video_model(config.model.kind)
-        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)  # the context in which new tensors are fake
         device, model, codec = torch.device("cpu"), config.model, codec_config(config.model.path)
         settings = transformer_config(own, model.path)
         settings["num_layers"] = min(2, settings["num_layers"])

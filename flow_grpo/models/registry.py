@@ -32,11 +32,7 @@ METHODS = sorted(name for name, value in vars(Policy).items() if callable(value)
 
 
 def video_model(kind: str) -> VideoModel:
-    """Return the `VideoModel` of a `model.kind`.
-
-    Raises:
-        ConfigError: there is none of that name, an own one cannot be loaded, or it makes a policy of its own.
-    """
+    """Return the `VideoModel` of a `model.kind`; ConfigError if there is none, or it makes a policy of its own."""
     found = _find(kind)
     if not isinstance(found, VideoModel):
         text = "makes a policy of its own, which can be trained; planned, traced and sampled from is only a VideoModel"

@@ -39,11 +39,7 @@ WAN_1_3B: Mapping[str, Any] = {
 
 
 def share_tokens(network: Any, context: ContextParallel) -> None:
-    """Let ranks share the tokens of a sample in a network that heeds its attribute `context` (collective call).
-
-    Raises:
-        ValueError: it has no such attribute.
-    """
+    """Let ranks share the tokens of a sample in a network that heeds its attribute `context` (collective call)."""
     if not hasattr(network, "context"):
         raise ValueError(
             f"train.context_parallel is {context.size}, must be 1 for {type(network).__name__}, which cannot share its "
@@ -89,11 +85,9 @@ class VideoModel:
     share: Callable[[Any, ContextParallel], None] = share_tokens
 
     def largest_video(self, transformer: Mapping[str, Any], compression: tuple[int, int]) -> tuple[int, int, int]:
-        """Return the most frames, rows and columns of a video for which the model has rotary positions.
+        """Return the most frames, rows and columns of a video for which the transformer has rotary positions.
 
-        Args:
-            transformer: its configuration.
-            compression: compression of its codec, in time and in space.
+        `compression` is that of the codec, in time and in space.
         """
         length, (_, patch_height, patch_width) = transformer["rope_max_seq_len"], transformer["patch_size"]
         temporal, spatial = compression
@@ -105,11 +99,7 @@ class VideoModel:
         return self.videos * math.prod(side // one for side, one in zip(latents[1:], patch, strict=True))
 
     def check(self, conditions: Sequence[Condition]) -> None:
-        """Refuse conditions that lack what the model needs.
-
-        Raises:
-            ValueError: names the field.
-        """
+        """Raise ValueError for the first field that the model needs and a condition lacks."""
         for condition in conditions:
             for field in self.needs:
                 if getattr(condition, field) is None:

@@ -60,10 +60,10 @@ def load_networks(
 
     Args:
         model: what is in the folder.
-        path: folder with transformer/, vae/, text_encoder/ and tokenizer/.
-        dtype: dtype of the transformer and the text encoder.
-        device: where codec and text encoder run.
-        offload: keep codec and text encoder in CPU memory while they are not in use.
+        path: folder with `model.components`.
+        dtype: dtype of the networks but the codec.
+        device: where all but the transformer run.
+        offload: keep these in CPU memory while they are not in use.
         **codec_options: `tiles`, `slicing` and `numbers` of `Codec`.
 
     Raises:
@@ -95,18 +95,14 @@ def load_networks(
 def open_images(
     model: VideoModel, folder: Path, dtype: torch.dtype, *, device: torch.device, offload: bool = False
 ) -> ImageEncoder | None:
-    """Return the image encoder of a model folder, or None for a model that has none; ValueError as `from_folder`."""
+    """Open the image encoder of a model folder, if the model has one; ValueError as `from_folder`."""
     if "image_encoder" not in model.components:
         return None
     return ImageEncoder.from_folder(folder, dtype, device=device, offload=offload)
 
 
 def check_folder(model: VideoModel, path: str | Path) -> Path:
-    """Return the path of a model folder that has all components.
-
-    Raises:
-        ValueError: a component is missing, with where to get it, or there is a second transformer.
-    """
+    """Return the path of a model folder; ValueError if a component is missing, or there is a second transformer."""
     folder = Path(path)
     absent = [part for part in model.components if not (folder / part).is_dir()]
     if absent:
@@ -124,11 +120,7 @@ def check_folder(model: VideoModel, path: str | Path) -> Path:
 
 
 def apply_compute_settings(transformer: WanTransformer3DModel, model: ModelConfig, device: torch.device) -> None:
-    """Set attention backend, checkpointing and compilation, the same for rollout and update.
-
-    Raises:
-        ValueError: the device does not have the attention backend, or should not compile.
-    """
+    """Set attention backend, checkpointing and compilation; ValueError for what the device does not have."""
     known = device_api.attention_backends(device)
     if model.attention_backend not in known:
         raise ValueError(
@@ -208,7 +200,7 @@ class WanPolicy:
         """Load `model.path` with the parameters that `model.trained` names trainable.
 
         Raises:
-            ValueError: the model folder is missing, damaged or of another model, or a setting does not fit it.
+            ValueError: as in `load_networks`, or a setting does not fit the model.
         """
         settings = {"offload": model.offload} | codec_settings(model)
         networks = load_networks(video_model, model.path, DTYPES[model.dtype], device, **settings)
@@ -244,13 +236,10 @@ class WanPolicy:
 
     @torch.no_grad()
     def encode(self, conditions: Sequence[Condition], guidance: Guidance | None = None) -> Conditioning:
-        """Return one row per condition, in order; each distinct source video and prompt is encoded once.
+        """Return one row per condition, in order; ValueError as in `latent_shape`.
 
-        Every video and prompt is encoded alone, so its numbers do not depend on the batch. `guidance` is by default the
-        policy's own.
-
-        Raises:
-            ValueError: the videos do not fit the model or differ in size, see `latent_shape`.
+        Each distinct video and prompt is encoded once and alone, so its numbers do not depend on the batch. `guidance`
+        is by default the policy's own.
         """
         latents = self.latent_shape(conditions)
         guidance = guidance or self.guidance
@@ -292,9 +281,8 @@ class WanPolicy:
             raise ValueError(f"conditions of one batch need one video shape (T, h, w), got {sorted(shapes)}")
         frames, height, width = shapes.pop()
         if (frames - 1) % self.codec.temporal:
-            raise ValueError(
-                f"videos have {frames} frames, must be {self.codec.temporal}n+1 for this codec; set data.num_frames"
-            )
+            text = f"must be {self.codec.temporal}n+1 for this codec; set data.num_frames"
+            raise ValueError(f"videos have {frames} frames, {text}")
         rows, columns = self.codec.spatial * self._patch[1], self.codec.spatial * self._patch[2]
         if height % rows or width % columns:
             raise ValueError(
@@ -321,11 +309,7 @@ class WanPolicy:
 
     @torch.no_grad()
     def encode_targets(self, conditions: Sequence[Condition]) -> Tensor:
-        """Return the clean, normalised latents (B, C, F, H, W) of the ground-truth target videos.
-
-        Raises:
-            ValueError: a condition has no target video, or as in `latent_shape`.
-        """
+        """Return the clean latents (B, C, F, H, W) of the true target videos; ValueError where there is none."""
         self.latent_shape(conditions)
         latents = []
         for condition in conditions:
@@ -363,11 +347,7 @@ class WanPolicy:
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[None]:
-        """Context manager in which `velocity` is that of the policy before training.
-
-        Raises:
-            ValueError: there are no adapters, and `keep_reference` was not called.
-        """
+        """Context manager in which `velocity` is that of the policy before training; call `keep_reference` first."""
         if has_lora(self.module):
             with adapters_off(self.module):
                 yield

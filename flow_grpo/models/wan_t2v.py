@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor, nn
 
-from flow_grpo.models.encoders.encodings import Encodings
 from flow_grpo.models.networks.wan_blocks import Positions, SelfAttnProcessor, rotary_pairs
-from flow_grpo.models.video_model import WAN_1_3B, Inputs, Shape, VideoModel
-from flow_grpo.records import Condition
+from flow_grpo.models.video_model import WAN_1_3B, Inputs, VideoModel
 from flow_grpo.runtime.ranks.context_parallel import ContextParallel
-
-
-def _no_inputs(encodings: Encodings, conditions: Sequence[Condition]) -> dict[str, Tensor]:  # noqa: ARG001
-    return {}
-
-
-def _no_input_shapes(rows: int, latents: Shape, transformer: Mapping[str, Any]) -> dict[str, Shape]:  # noqa: ARG001
-    return {}
 
 
 def _call(network: nn.Module, latents: Tensor, timesteps: Tensor, prompts: Tensor, inputs: Inputs) -> Tensor:  # noqa: ARG001
@@ -72,8 +61,8 @@ WAN_T2V = VideoModel(
     needs=(),
     videos=1,
     consecutive=False,
-    inputs=_no_inputs,
-    input_shapes=_no_input_shapes,
+    inputs=lambda *_: {},
+    input_shapes=lambda *_: {},
     call=_call,
     share=_share_tokens,
 )

@@ -13,11 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 class Background:
-    """A thread that does what it is given; a piece that fails is warned about, and nothing else happens.
-
-    Args:
-        most: pieces that may wait; what comes on top is left out, and said so once.
-    """
+    """A thread that does what it is given; a piece that fails or is one too many is warned about, and left out."""
 
     def __init__(self, most: int = MOST) -> None:
         self._pieces: queue.Queue[tuple[str, Callable[[], object]]] = queue.Queue(most)

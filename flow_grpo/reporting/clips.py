@@ -21,29 +21,19 @@ MOST_PROMPT = 160  # characters of a prompt in a caption
 
 @dataclasses.dataclass(frozen=True)
 class Clip:
-    """One video for the log, before it is drawn.
+    """One video for the log, before it is drawn."""
 
-    Attributes:
-        panels: name -> (3, T, h, w) uint8, from left to right.
-        name: file name without suffix: condition and rewards.
-        title: the condition in words.
-        scores: name -> number: rewards, and pose errors where they are measured; without those that have no value.
-        of: what the index of videos says about the condition: condition, scene, camera, preset.
-        before: the same scores before training, where they are known.
-        remark: what the scores are, where they are no rewards; it takes their place below the panels.
-        commanded: (T, 4, 4) camera-to-world in metres, or None.
-        estimated: (T, 4, 4) likewise, NaN for frames that could not be located, or None.
-    """
-
-    panels: dict[str, Tensor]
-    name: str
-    title: str
+    panels: dict[str, Tensor]  # name -> (3, T, h, w) uint8, from left to right
+    name: str  # file name without suffix: condition and rewards
+    title: str  # the condition in words
+    # name -> number: rewards, and pose errors where they are measured; without those that have no value
     scores: dict[str, float]
-    of: dict[str, Any]
+    of: dict[str, Any]  # what the index of videos says about the condition: condition, scene, camera, preset
+    # the same scores before training, where they are known
     before: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    remark: str = ""
-    commanded: Tensor | None = None
-    estimated: Tensor | None = None
+    remark: str = ""  # what the scores are, where they are no rewards; it takes their place below the panels
+    commanded: Tensor | None = None  # (T, 4, 4) camera-to-world in metres, or None
+    estimated: Tensor | None = None  # (T, 4, 4) likewise, NaN for frames that could not be located, or None
 
     @property
     def caption(self) -> str:
@@ -106,15 +96,10 @@ def training_clips(batch: ScoredBatch, count: int) -> list[Clip]:
 
 
 def group_clip(batch: ScoredBatch, weights: Mapping[str, float], k: int) -> Clip | None:
-    """Return a clip of the copies of one group, the best first, of those whose videos this rank holds.
+    """Return a clip of the copies of one group whose videos this rank holds, by falling advantage among these.
 
-    Shown is the group of which there are most; None if there are no two copies of any, or no reward has a weight. The
-    order is that of the advantages among the copies shown.
-
-    Args:
-        batch: whose first samples still have their videos.
-        weights: reward -> weight.
-        k: copies of a whole group.
+    It is the group of which there are most; None if there are no two copies of any, or no reward has a weight. `k` is
+    the number of copies of a whole group.
     """
     rows: dict[int, list[int]] = {}
     for row, condition in enumerate(batch.conditions[: len(batch.videos)]):

@@ -29,13 +29,14 @@ HEADLINE = (
 
 
 class Progress:
-    """Progress output of a run, on rank 0 only; a context manager.
+    """Progress output of a run, on rank 0 only; a context manager. Every rank reports progress to the watchdog.
 
-    with Progress(num_epochs, ranks, finished=resumed_epochs) as progress:
-        progress.start_epoch(rollouts=samples)
-        progress.rollout(batch_size)
-        progress.start_update(micro_batches)
-        progress.update(); progress.finish_epoch(metrics)
+    Args:
+        num_epochs: epochs of the run.
+        world: all ranks of the run.
+        finished: epochs that were done before a resume.
+        seconds: seconds of training after which the run ends.
+        console: where to print, by default standard output.
     """
 
     def __init__(
@@ -47,11 +48,6 @@ class Progress:
         seconds: float = math.inf,
         console: Console | None = None,
     ) -> None:
-        """Create the bars of a run of `num_epochs`, of which `finished` were done before a resume.
-
-        The run ends earlier when `seconds` of training are used up. Only rank 0 prints, by default to standard output;
-        on every rank, progress is reported to the watchdog.
-        """
         self._world = world
         self._console = (console or Console()) if world.is_main else Console(quiet=True)
         self._num_epochs, self._finished, self._finished_before = num_epochs, finished, finished

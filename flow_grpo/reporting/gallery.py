@@ -32,12 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class Gallery:
-    """The pictures of one run; ranks other than 0 give it no clips and write nothing.
-
-    Args:
-        tracker: writes behind training and shows in the trackers.
-        run_folder: where the run's files are.
-    """
+    """The pictures of one run; ranks other than 0 give it no clips and write nothing."""
 
     def __init__(self, tracker: Tracker, run_folder: Path) -> None:
         self._tracker, self._folder = tracker, run_folder

@@ -26,17 +26,11 @@ GAP = 8  # pixels around panels
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One video among those side by side.
+    """One video among those side by side."""
 
-    Attributes:
-        name: label, such as "now".
-        video: (3, T, rows, columns) uint8, all panels alike.
-        note: text after the name, where there is room for it.
-    """
-
-    name: str
-    video: Tensor
-    note: str = ""
+    name: str  # label, such as "now"
+    video: Tensor  # (3, T, rows, columns) uint8, all panels alike
+    note: str = ""  # text after the name, where there is room for it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,16 +22,12 @@ _log = logging.getLogger(__name__)
 class MetricFiles:
     """The two files of one run; for one process only.
 
-    Attributes:
-        rows: step -> all its metrics.
+    They start empty, or keep their content up to and including `resumed_step`. A run killed after that step's
+    checkpoint logs some of the step's metrics again; the first record is kept.
     """
 
     def __init__(self, folder: Path, resumed_step: int | None = None) -> None:
-        """Start empty files, or keep their content up to and including `resumed_step`.
-
-        A run killed after that step's checkpoint logs some of the step's metrics again; the first record is kept.
-        """
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[int, Row] = {}  # step -> all its metrics
         self._lines = folder / "metrics.jsonl"
         self._table = folder / "metrics.csv"
         self._columns = {"step": None}  # an ordered set

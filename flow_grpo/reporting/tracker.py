@@ -42,9 +42,17 @@ class Tracker:
     A step is the number of finished epochs: 0 is before training, the first epoch's metrics have step 1. Resuming at
     step s removes everything logged after s from the files and tensorboard, but not from other trackers.
 
-    Attributes:
-        direction: direction of held-out metrics, as in `plots.draw_curves`.
-        deciding: returns those of the held-out metrics `eval/...` that decide the verdict.
+    Args:
+        run_folder: outputs/<run_name>; its name is the run's name.
+        config: the whole configuration, nested.
+        trackers: any of `SINKS`.
+        world: all ranks of the run, of which rank 0 writes.
+        resumed_step: step of the checkpoint the run resumes from, or None.
+        direction: see `plots.Direction`.
+        deciding: see `plots.Deciding`.
+
+    Raises:
+        ValueError: a tracker is not installed.
     """
 
     def __init__(
@@ -55,46 +63,27 @@ class Tracker:
         world: World,
         *,
         resumed_step: int | None = None,
-        direction: Callable[[str], int] = lambda _: 0,
-        deciding: Callable[[Iterable[str]], list[str]] = list,
+        direction: plots.Direction = lambda _: 0,
+        deciding: plots.Deciding = list,
     ) -> None:
-        """Open the run's files and trackers.
-
-        Args:
-            run_folder: outputs/<run_name>; its name is the run's name.
-            config: the whole configuration, nested.
-            trackers: any of `SINKS`.
-            world: all ranks of the run, of which rank 0 writes.
-            resumed_step: step of the checkpoint the run resumes from, or None.
-            direction: see the class.
-            deciding: see the class.
-
-        Raises:
-            ValueError: a tracker is not installed.
-        """
         libraries = list(trackers)
         for name in libraries:
             if importlib.util.find_spec(name) is None:
                 raise ValueError(f"trackers={name!r} is not installed; pip install {name}, or leave it out")
         self._folder, self._is_main, self.direction, self.deciding = run_folder, world.is_main, direction, deciding
         self._sinks: dict[str, Sink] = {}  # that have been opened
-        self._names: list[str] = []
+        self._names = libraries if world.is_main else []
         self._making, self._serving = Background(), Background()
         if self._is_main:
             run_folder.mkdir(parents=True, exist_ok=True)
             self._files = MetricFiles(run_folder, resumed_step)
             video_index.cut(run_folder / "videos", resumed_step)
-            self._names = libraries
             opening = Opening(run_folder, config, resumed_step, direction)
             for name in libraries:
                 self._serving.add(name, functools.partial(self._open, name, opening))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log metrics of a step; if they include held-out metrics, redraw the curves.
-
-        Args:
-            metrics: `group/name` -> number or one-element tensor, NaN included.
-            step: number of finished epochs.
+        """Log numbers or one-element tensors of a step, NaN included; with held-out ones, redraw the curves.
 
         Raises:
             ValueError: a name has no known group.

@@ -33,16 +33,11 @@ PROGRESS_EVERY = 20.0  # seconds
 
 @dataclasses.dataclass(frozen=True)
 class Outcome(Generic[ResultType]):
-    """Result of a call.
+    """Result of a call."""
 
-    Attributes:
-        value: what the call returned; None without a value.
-        fault: why there is no value, or "".
-        lacking: the input cannot be measured, now or later; otherwise a fault means that the measurement failed.
-    """
-
-    value: ResultType | None
-    fault: str = ""
+    value: ResultType | None  # what the call returned; None without a value
+    fault: str = ""  # why there is no value, or ""
+    # the input cannot be measured, now or later; otherwise a fault means that the measurement failed
     lacking: bool = False
 
     @property

@@ -47,15 +47,10 @@ def ssim(videos: Tensor, targets: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Alignment:
-    """N frames aligned with their targets.
+    """N frames aligned with their targets."""
 
-    Attributes:
-        displacement: (N,) root mean square displacement of the picture, as a share of its width.
-        mismatch: (N,) share of the target's colour variance that the aligned frame does not explain.
-    """
-
-    displacement: Tensor
-    mismatch: Tensor
+    displacement: Tensor  # (N,) root mean square displacement of the picture, as a share of its width
+    mismatch: Tensor  # (N,) share of the target's colour variance that the aligned frame does not explain
 
 
 @dataclasses.dataclass(frozen=True)

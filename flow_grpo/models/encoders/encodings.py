@@ -31,12 +31,7 @@ PREPROCESSING = "fit 1"
 class Encodings:
     """Source latents and prompt embeddings, encoded when they are not in the store.
 
-    Args:
-        codec: the video codec.
-        texts: the text encoder.
-        store: the cache.
-        images: the image encoder, of models that have one.
-        max_prompt_tokens: L; prompts are truncated and padded to it.
+    Prompts are truncated and padded to `max_prompt_tokens`, L; some models have an image encoder.
     """
 
     def __init__(
@@ -94,12 +89,9 @@ class Encodings:
         return embeds
 
     def prepare_source(self, source_id: str, size: Size, video: Callable[[], Tensor]) -> None:
-        """Encode what there is to encode of a source video that is not in the store.
+        """Encode what is not in the store of a source video of size (T, h, w), called for only if something is missing.
 
-        Args:
-            source_id: identifies the video's content.
-            size: (T, h, w) after resizing.
-            video: returns (3, T, h, w) in [0, 1]; called only where something is missing.
+        `source_id` identifies its content; `video` returns (3, T, h, w) in [0, 1].
         """
         for kind, (_, encode) in self._kinds.items():
             self._store.get(kind, self._key(kind, source_id, size), lambda encode=encode: encode(video()))  # type: ignore[misc]

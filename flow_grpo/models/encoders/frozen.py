@@ -56,13 +56,7 @@ class FrozenEncoder:
 
 
 def load_frozen(kind: Any, folder: Path, dtype: torch.dtype, **placement: str) -> PreTrainedModel:
-    """Load a network in eval mode, without gradients.
-
-    Args:
-        kind: a class with transformers' `from_pretrained`.
-        folder: holds config.json and weights.
-        dtype: dtype of the weights.
-        placement: `device_map="meta"` reads the headers only.
+    """Load a network of a transformers class in eval mode, without gradients; `device_map="meta"` reads headers only.
 
     Raises:
         ValueError: the folder cannot be loaded, or a tensor is missing or has another shape, which transformers would

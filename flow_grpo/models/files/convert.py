@@ -96,19 +96,12 @@ Rows = tuple[tuple[str, str, tuple[str, ...]], ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensors of a published checkpoint.
+    """The tensors of a published checkpoint."""
 
-    Attributes:
-        title: its name in messages.
-        outer: rows of the modules outside of the blocks.
-        block: rows of one block.
-        advice: what to give instead of another checkpoint.
-    """
-
-    title: str
-    outer: Rows
-    block: Rows
-    advice: str = "give the whole transformer, nothing else"
+    title: str  # its name in messages
+    outer: Rows  # rows of the modules outside of the blocks
+    block: Rows  # rows of one block
+    advice: str = "give the whole transformer, nothing else"  # what to give instead of another checkpoint
 
     def names(self, depth: int) -> dict[str, str]:
         """Return original name -> diffusers name of all tensors of a network of so many blocks."""
@@ -133,19 +126,12 @@ REDIRECTOR_STEP = Layout(  # 12 N
 
 @dataclass(frozen=True)
 class Renaming:
-    """How to convert one checkpoint to the other layout.
+    """How to convert one checkpoint to the other layout."""
 
-    Attributes:
-        names: new name -> name in the checkpoint, a bijection.
-        prefix: common prefix of the checkpoint's names that is dropped, "" for none.
-        layout: which checkpoint it is.
-        depth: its number of blocks.
-    """
-
-    names: Mapping[str, str]
-    prefix: str
-    layout: Layout
-    depth: int
+    names: Mapping[str, str]  # new name -> name in the checkpoint, a bijection
+    prefix: str  # common prefix of the checkpoint's names that is dropped, "" for none
+    layout: Layout  # which checkpoint it is
+    depth: int  # its number of blocks
 
     def apply(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the checkpoint's tensors, not copied, under their new names."""
@@ -191,11 +177,7 @@ def plan_renaming(found: Iterable[str], layout: Layout, *, back: bool = False) -
 
 
 def recam_config(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate a Wan transformer's config.json, original or diffusers', into arguments of `ReCamTransformer3DModel`.
-
-    Raises:
-        ValueError: the configuration is of another model, or of a Wan variant that ReCam does not extend.
-    """
+    """Return a Wan config.json, original or diffusers', as ReCam's arguments; ValueError if it is of another model."""
     kind = found.get("_class_name")
     if kind == "WanModel":
         return _from_original(found)
@@ -238,9 +220,7 @@ def _from_original(found: Mapping[str, Any]) -> dict[str, Any]:
 def with_step(base: Mapping[str, Tensor], step: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Renaming, Renaming]:
     """Return ReDirector's whole transformer under diffusers names, and how base and step were renamed.
 
-    Args:
-        base: the checkpoint of Wan2.1-Fun-Control-Camera.
-        step: `stepN.safetensors`, which replaces self-attention and brings the phases.
+    The base is Wan2.1-Fun-Control-Camera; `stepN.safetensors` replaces self-attention and brings the phases.
 
     Raises:
         ValueError: one of them is another checkpoint, or they differ in depth.
@@ -305,12 +285,9 @@ def add_neutral_camera(state: dict[str, Tensor], model: VideoToVideoWan) -> None
 
 
 def check_shapes(state: Mapping[str, Tensor], model: VideoToVideoWan) -> None:
-    """Compare a state dict in diffusers names with the model of a configuration.
+    """Raise ValueError unless depth, names and shapes of a state dict in diffusers names are those of the model.
 
     The number of heads shows in no tensor, only its product with the head width does.
-
-    Raises:
-        ValueError: the first of these that differs: depth, names, a size of the configuration, a tensor's shape.
     """
     expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     found = {name: tuple(value.shape) for name, value in state.items()}

@@ -64,7 +64,7 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check_json(folder: Path) -> None:
-    """Raise a ValueError that names the first JSON file in the folder that does not hold an object."""
+    """Raise ValueError for the first JSON file in the folder that does not hold an object."""
     for file in sorted(folder.glob("*.json")):
         read_json_object(file, WAY_OUT)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -15,13 +16,9 @@ _log = logging.getLogger(__name__)
 
 
 def set_checkpointing(transformer: WanTransformer3DModel, mode: str) -> None:
-    """Choose what the backward pass recomputes of every block.
+    """Choose what the backward pass recomputes of every block; gradients are the same bit for bit.
 
-    Gradients are the same bit for bit, whatever is recomputed.
-
-    Args:
-        transformer: transformer of diffusers, with `enable_gradient_checkpointing`.
-        mode: value of `model.checkpointing`; "auto", which the planner decides where it is asked, is "blocks" here.
+    `mode` is `model.checkpointing`; "auto", which the planner decides where it is asked, is "blocks" here.
     """
     if mode == "none":
         transformer.disable_gradient_checkpointing()
@@ -44,7 +41,8 @@ class KeepAttention:
 
     def __call__(self, block: nn.Module, *arguments: Any) -> Any:
         """Return what the block returns."""
-        result = checkpoint(block.__call__, *arguments, use_reentrant=False, context_fn=self._contexts)
+        contexts = functools.partial(create_selective_checkpoint_contexts, self._policy)
+        result = checkpoint(block.__call__, *arguments, use_reentrant=False, context_fn=contexts)
         if not (self._kept or self._warned):
             self._warned = True
             _log.warning(
@@ -52,9 +50,6 @@ class KeepAttention:
                 "attention runs in an operator that flow_grpo/runtime/device.py does not list, or in none of its own"
             )
         return result
-
-    def _contexts(self) -> Any:
-        return create_selective_checkpoint_contexts(self._policy)
 
     def _policy(self, _: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:  # noqa: ARG002
         if operator not in self._operators:

@@ -132,7 +132,6 @@ class VideoToVideoWan(WanTransformer3DModel):
     Attributes:
         camera_modules: names of the modules that read the camera, which plain Wan does not have.
         camera_encoders: those of them that `model.trained=camera` trains, in every block.
-        context: the ranks that share the tokens of a sample.
         variant: part of the file names of an exported transformer's weights, as of any diffusers variant: plain Wan
             does not find them, which would otherwise load all but the camera modules, with a warning.
     """

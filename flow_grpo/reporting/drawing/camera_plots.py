@@ -38,10 +38,10 @@ def draw_cameras(
 
     Args:
         means: `eval_by_camera/<camera>/<name>` -> mean, before training and after it.
-        changes: change of each kind of camera; the interval stands at the bar of "after".
+        changes: intervals at the bars of "after".
         names: `eval/` names to draw.
         path: PNG file, replaced atomically.
-        direction: see `plots.Direction`.
+        direction: as in `plots`.
     """
     cameras = sorted({name.split("/")[1] for name in means[1] if name.startswith(_PREFIX)})
     figure = new_figure(figsize=(3.9 * len(names) + 1.2, 0.42 * len(cameras) + 1.5), dpi=110, layout="constrained")

@@ -33,39 +33,21 @@ Deciding = Callable[[Iterable[str]], list[str]]
 
 @dataclasses.dataclass(frozen=True)
 class EpochPlot:
-    """One plot over epochs.
-
-    Attributes:
-        title: what is drawn.
-        note: which values are good, or "".
-        names: metrics that are drawn.
-        draw: draws into matplotlib's axes, without title.
-    """
+    """One plot over epochs."""
 
     title: str
-    note: str
-    names: Sequence[str]
-    draw: Callable[[Any], None]
+    note: str  # which values are good, or ""
+    names: Sequence[str]  # metrics that are drawn
+    draw: Callable[[Any], None]  # into matplotlib's axes, without title
 
 
 @styled()
 def draw_curves(
     rows: Rows, path: Path, title: str = "", direction: Direction = lambda _: 0, deciding: Deciding = list
 ) -> None:
-    """Write a PNG: held-out metrics that decide the verdict, rewards with a weight and advantages, the run's health.
-
-    Args:
-        rows: step -> metrics.
-        path: PNG file, replaced atomically.
-        title: title of the figure.
-        direction: see `Direction`.
-        deciding: see `Deciding`.
-    """
-    lines = [
-        line[first : first + _ACROSS]
-        for line in panels_of_run(rows, direction, deciding)
-        for first in range(0, len(line), _ACROSS)
-    ]
+    """Write `panels_of_run` as one PNG, replaced atomically."""
+    panels = panels_of_run(rows, direction, deciding)
+    lines = [line[first : first + _ACROSS] for line in panels for first in range(0, len(line), _ACROSS)]
     across = max(map(len, lines), default=1)
     figure = new_figure(figsize=(4.3 * across, 3.1 * max(1, len(lines)) + 0.5), dpi=100, layout="constrained")
     figure.suptitle(title, fontsize=12)
@@ -122,10 +104,7 @@ def panel_of_metric(runs: Sequence[Rows], name: str, direction: Direction) -> Ep
 
 
 def worth_a_panel(names: Iterable[str], deciding: Deciding) -> list[str]:
-    """Return the held-out metrics `eval/...` to draw: those that decide the verdict.
-
-    Where the PSNR to the true view is among them, other measures of the same distance are left out.
-    """
+    """Return the held-out metrics `eval/...` to draw: those that decide, but one measure of the distance in pixels."""
     found = deciding([name for name in names if not name.endswith("_valid")])
     return [name for name in found if not (_PSNR in found and name in _SHOWN_BY)]
 

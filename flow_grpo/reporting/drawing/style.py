@@ -77,9 +77,7 @@ def round_ticks(most: int | None = None, **settings: Any) -> MaxNLocator:
 def as_svg(figure: Figure, name: str) -> str:
     """Return a figure as an `<svg>` element for a page: no ground of its own, text as text, the same bytes each time.
 
-    Args:
-        figure: what is drawn.
-        name: unlike that of any other figure of the page, on which the identifiers within the element depend.
+    Identifiers within the element depend on `name`, which is unlike that of any other figure of the page.
     """
     import matplotlib
 

@@ -32,17 +32,11 @@ OVERLAP_SHARE, OVERLAP_DEG, OVERLAP_M = 0.5, 1.0, 0.1  # the same for the ground
 
 @dataclasses.dataclass(frozen=True)
 class PosedFrames:
-    """F frames of one camera.
+    """F frames of one camera."""
 
-    Attributes:
-        pictures: (F, h, w) uint8 grey.
-        poses: (F, 4, 4) float64 camera-to-world in metres; NaN for a source without poses, see `unposed.py`.
-        frames: the number of each frame in its video.
-    """
-
-    pictures: NDArray[np.uint8]
-    poses: Floats
-    frames: tuple[int, ...]
+    pictures: NDArray[np.uint8]  # (F, h, w) uint8 grey
+    poses: Floats  # (F, 4, 4) float64 camera-to-world in metres; NaN for a source without poses, see `unposed.py`
+    frames: tuple[int, ...]  # the number of each frame in its video
     _features: dict[int, Features] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def __len__(self) -> int:
@@ -56,21 +50,14 @@ class PosedFrames:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A source video with anchors.
+    """A source video with anchors."""
 
-    Attributes:
-        views: the anchors.
-        camera: (3, 3) from `pnp.camera_matrix`.
-        visible: (F,) bool: frames whose ground-truth view the anchors locate correctly; all without such a view.
-        fault: why the anchors cannot be used, or "".
-        metric: whether their unit is the metre; otherwise it is unknown.
-    """
-
-    views: tuple[MappedView, ...]
-    camera: Floats
+    views: tuple[MappedView, ...]  # the anchors
+    camera: Floats  # (3, 3) from `pnp.camera_matrix`
+    # (F,) bool: frames whose ground-truth view the anchors locate correctly; all without such a view
     visible: NDArray[np.bool_]
-    fault: str
-    metric: bool = True
+    fault: str  # why the anchors cannot be used, or ""
+    metric: bool = True  # whether their unit is the metre; otherwise it is unknown
 
     def __len__(self) -> int:
         return sum(map(len, self.views))

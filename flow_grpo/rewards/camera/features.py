@@ -26,15 +26,10 @@ cv2.setNumThreads(1)
 
 @dataclasses.dataclass(frozen=True)
 class Features:
-    """The N features of one picture.
+    """The N features of one picture."""
 
-    Attributes:
-        points: (N, 2) float64 x, y in pixels; the centre of the first pixel is (0, 0), as OpenCV counts.
-        descriptors: (N, 128) float32 RootSIFT, of length 1.
-    """
-
-    points: Floats
-    descriptors: NDArray[np.float32]
+    points: Floats  # (N, 2) float64 x, y in pixels; the centre of the first pixel is (0, 0), as OpenCV counts
+    descriptors: NDArray[np.float32]  # (N, 128) float32 RootSIFT, of length 1
 
     def __len__(self) -> int:
         return len(self.points)

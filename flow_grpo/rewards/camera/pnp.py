@@ -25,18 +25,12 @@ RANSAC_ITERATIONS = 500
 
 @dataclasses.dataclass(frozen=True)
 class MappedView:
-    """A picture whose features have known 3D positions.
+    """A picture whose features have known 3D positions."""
 
-    Attributes:
-        frame: number of the video frame.
-        descriptors: (N, 128) float32 RootSIFT.
-        xyz: (N, 3) float64 metres, in the reference frame of the poses to find.
-        lasting: (N,) bool: static, so used for every frame; the others only for the frame of the same time.
-    """
-
-    frame: int
-    descriptors: NDArray[np.float32]
-    xyz: Floats
+    frame: int  # number of the video frame
+    descriptors: NDArray[np.float32]  # (N, 128) float32 RootSIFT
+    xyz: Floats  # (N, 3) float64 metres, in the reference frame of the poses to find
+    # (N,) bool: static, so used for every frame; the others only for the frame of the same time
     lasting: NDArray[np.bool_]
 
     def __len__(self) -> int:
@@ -45,14 +39,10 @@ class MappedView:
 
 @dataclasses.dataclass(frozen=True)
 class Located:
-    """Camera poses of F pictures.
+    """Camera poses of F pictures."""
 
-    Attributes:
-        poses: (F, 4, 4) float64 OpenCV camera-to-world in metres; NaN where not located.
-        inliers: (F,) int64 distinct features that agree with the best pose, also where they are fewer than `GATE`.
-    """
-
-    poses: Floats
+    poses: Floats  # (F, 4, 4) float64 OpenCV camera-to-world in metres; NaN where not located
+    # (F,) int64 distinct features that agree with the best pose, also where they are fewer than `GATE`
     inliers: NDArray[np.int64]
 
 

@@ -47,29 +47,17 @@ SourceKey = tuple[str, str, str, str]
 
 @dataclasses.dataclass(frozen=True)
 class PoseErrors:
-    """One video's camera compared with its command, at F frames.
+    """One video's camera compared with its command, at F frames."""
 
-    Attributes:
-        degrees: (F,) float64 rotation errors; the cap where not located.
-        metres: (F,) float64 distances of camera centres, likewise.
-        weights: (F,) float64 of sum 1, 0 for frames that cannot be scored.
-        reach: L, metres.
-        located: located share of the frames with weight.
-        commanded: (F, 4, 4) float64 commanded poses.
-        seen: (F, 4, 4) float64 estimated poses, NaN where not located.
-        frames: (F,) the number of each frame in its video.
-        metric: whether distances are in metres; otherwise their unit is unknown.
-    """
-
-    degrees: Tensor
-    metres: Tensor
-    weights: Tensor
-    reach: float
-    located: float
-    commanded: Tensor
-    seen: Tensor
-    frames: tuple[int, ...]
-    metric: bool = True
+    degrees: Tensor  # (F,) float64 rotation errors; the cap where not located
+    metres: Tensor  # (F,) float64 distances of camera centres, likewise
+    weights: Tensor  # (F,) float64 of sum 1, 0 for frames that cannot be scored
+    reach: float  # L, metres
+    located: float  # located share of the frames with weight
+    commanded: Tensor  # (F, 4, 4) float64 commanded poses
+    seen: Tensor  # (F, 4, 4) float64 estimated poses, NaN where not located
+    frames: tuple[int, ...]  # (F,) the number of each frame in its video
+    metric: bool = True  # whether distances are in metres; otherwise their unit is unknown
 
     @property
     def unregistered(self) -> bool:

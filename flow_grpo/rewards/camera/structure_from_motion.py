@@ -32,23 +32,15 @@ SEED = 0
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Estimated cameras of F frames.
+    """Estimated cameras of F frames."""
 
-    Attributes:
-        poses: (F, 4, 4) float64 OpenCV camera-to-world in an arbitrary frame and unit; NaN where not registered.
-        points: number of triangulated points.
-        centred: too few points show parallax, so only rotations are known and all positions are 0.
-        parallax_deg: how far the view moved apart from rotation, see `largest_parallax`; NaN when not known.
-        metric: whether the unit is the metre.
-        cpu_seconds: spent by the process.
-    """
-
-    poses: Floats
-    points: int = 0
-    centred: bool = False
+    poses: Floats  # (F, 4, 4) float64 OpenCV camera-to-world in an arbitrary frame and unit; NaN where not registered
+    points: int = 0  # number of triangulated points
+    centred: bool = False  # too few points show parallax, so only rotations are known and all positions are 0
+    # how far the view moved apart from rotation, see `largest_parallax`; NaN when not known
     parallax_deg: float = float("nan")
-    metric: bool = False
-    cpu_seconds: float = 0.0
+    metric: bool = False  # whether the unit is the metre
+    cpu_seconds: float = 0.0  # spent by the process
 
     @property
     def found(self) -> NDArray[np.bool_]:

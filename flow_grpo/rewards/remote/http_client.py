@@ -37,15 +37,10 @@ class _RetryableError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Client:
-    """Sends requests to one server.
+    """Sends requests to one server."""
 
-    Attributes:
-        url: http://HOST:PORT or https://HOST:PORT, with or without a path prefix.
-        delays_s: seconds before each further attempt, at most 10.
-    """
-
-    url: str
-    delays_s: tuple[float, ...] = (0.5, 2.0)
+    url: str  # http://HOST:PORT or https://HOST:PORT, with or without a path prefix
+    delays_s: tuple[float, ...] = (0.5, 2.0)  # seconds before each further attempt, at most 10
 
     def ask(self, path: str, timeout_s: float, body: bytes | None = None) -> bytes:
         """Return the content of a 200 reply to POST `body`, or to GET without one.

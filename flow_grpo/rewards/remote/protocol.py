@@ -34,32 +34,20 @@ TENSORS = ("target_poses", "source_poses", "reference_pose", "intrinsics")
 
 @dataclasses.dataclass(frozen=True)
 class Health:
-    """Description of a server.
+    """Description of a server."""
 
-    Attributes:
-        needs: videos to send with each sample: any of "source", "target".
-        max_bytes: size limit of a request.
-    """
-
-    needs: tuple[str, ...]
-    max_bytes: int
+    needs: tuple[str, ...]  # videos to send with each sample: any of "source", "target"
+    max_bytes: int  # size limit of a request
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A decoded request.
+    """A decoded request."""
 
-    Attributes:
-        rewards: names of the scores asked for.
-        videos: (B, 3, T, h, w) fp32 in [0, 1].
-        conditions: B conditions, with the companion videos that were sent.
-        key: hash of the content, the same for every score of a model.
-    """
-
-    rewards: tuple[str, ...]
-    videos: Tensor
-    conditions: tuple[Condition, ...]
-    key: str
+    rewards: tuple[str, ...]  # names of the scores asked for
+    videos: Tensor  # (B, 3, T, h, w) fp32 in [0, 1]
+    conditions: tuple[Condition, ...]  # B conditions, with the companion videos that were sent
+    key: str  # hash of the content, the same for every score of a model
 
 
 def token() -> str:

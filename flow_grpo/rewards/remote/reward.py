@@ -32,18 +32,12 @@ MARGIN = 2**20  # bytes of a request that are no pixels: the header and the pose
 
 @dataclasses.dataclass(frozen=True)
 class RetryPolicy:
-    """Timeouts and retries of a server.
+    """Timeouts and retries of a server."""
 
-    Attributes:
-        timeout_s: seconds of one attempt without a sign of the server; set it to twice the slowest request.
-        delays_s: seconds before each further attempt.
-        failures: failed calls in a row that open the circuit breaker.
-        cool_down_s: seconds without calls while it is open: a dead server does not cost every batch its timeouts.
-    """
-
-    timeout_s: float = 120.0
-    delays_s: tuple[float, ...] = (0.5, 2.0)
-    failures: int = 3
+    timeout_s: float = 120.0  # seconds of one attempt without a sign of the server; set it to twice the slowest request
+    delays_s: tuple[float, ...] = (0.5, 2.0)  # seconds before each further attempt
+    failures: int = 3  # failed calls in a row that open the circuit breaker
+    # seconds without calls while it is open: a dead server does not cost every batch its timeouts
     cool_down_s: float = 60.0
 
 

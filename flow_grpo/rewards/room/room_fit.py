@@ -57,17 +57,11 @@ def load_room(path: Path) -> Room:
 
 @dataclasses.dataclass(frozen=True)
 class Viewpoints:
-    """The rooms of V videos or frames, and the cameras that poses are relative to.
+    """The rooms of V videos or frames, and the cameras that poses are relative to."""
 
-    Attributes:
-        rooms: V rooms from `stack_rooms`.
-        references: (V, 4, 4) float64 absolute camera-to-world of the reference cameras, in metres.
-        unproject: (V, 3, 3) inverse camera matrices.
-    """
-
-    rooms: Room
-    references: Tensor
-    unproject: Tensor
+    rooms: Room  # V rooms from `stack_rooms`
+    references: Tensor  # (V, 4, 4) float64 absolute camera-to-world of the reference cameras, in metres
+    unproject: Tensor  # (V, 3, 3) inverse camera matrices
 
     def __len__(self) -> int:
         return len(self.references)
@@ -130,21 +124,13 @@ def find_viewpoints(data_root: Path, conditions: Sequence[Condition]) -> tuple[l
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """N frames at one resolution, as planes of P pixels.
+    """N frames at one resolution, as planes of P pixels."""
 
-    Attributes:
-        viewpoints: N of them.
-        raster: pixel positions, in pixels of the full video.
-        colours: (3, N, 1, P) the frames, each less its mean colour.
-        size: rows and columns.
-        blur: matrices (rows, rows), (columns, columns) that blur an image.
-    """
-
-    viewpoints: Viewpoints
-    raster: Raster
-    colours: Tensor
-    size: tuple[int, int]
-    blur: tuple[Tensor, Tensor]
+    viewpoints: Viewpoints  # N of them
+    raster: Raster  # pixel positions, in pixels of the full video
+    colours: Tensor  # (3, N, 1, P) the frames, each less its mean colour
+    size: tuple[int, int]  # rows and columns
+    blur: tuple[Tensor, Tensor]  # matrices (rows, rows), (columns, columns) that blur an image
 
     @property
     def limit(self) -> Tensor:
@@ -170,21 +156,13 @@ def make_view(viewpoints: Viewpoints, frames: Tensor, columns: int) -> View:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """M candidate poses for each of N frames.
+    """M candidate poses for each of N frames."""
 
-    Attributes:
-        poses: (N, M, 4, 4) absolute.
-        look: (N, M, 2) weight of the blurred rendering, and contrast less 1.
-        cost: (N, M) mean square colour error.
-        normal: (N, M, 8, 8) J^T J.
-        gradient: (N, M, 8) J^T r.
-    """
-
-    poses: Tensor
-    look: Tensor
-    cost: Tensor
-    normal: Tensor
-    gradient: Tensor
+    poses: Tensor  # (N, M, 4, 4) absolute
+    look: Tensor  # (N, M, 2) weight of the blurred rendering, and contrast less 1
+    cost: Tensor  # (N, M) mean square colour error
+    normal: Tensor  # (N, M, 8, 8) J^T J
+    gradient: Tensor  # (N, M, 8) J^T r
 
 
 def _linearise(view: View, poses: Tensor, look: Tensor) -> Fit:
@@ -254,17 +232,11 @@ def guess(view: View, guesses: Tensor, count: int) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class RoomPoses:
-    """Where B videos of T frames were taken from.
+    """Where B videos of T frames were taken from."""
 
-    Attributes:
-        poses: (B, T, 4, 4) float64 OpenCV camera-to-world in metres, relative to the reference camera.
-        residual: (B, T) rms colour error in [0, 1] of the best pose, after fitting blur, contrast and mean colour.
-        lost: (B, T) bool, no pose explains half the variance of the frame, at the resolution of the fit.
-    """
-
-    poses: Tensor
-    residual: Tensor
-    lost: Tensor
+    poses: Tensor  # (B, T, 4, 4) float64 OpenCV camera-to-world in metres, relative to the reference camera
+    residual: Tensor  # (B, T) rms colour error in [0, 1] of the best pose, after fitting blur, contrast and mean colour
+    lost: Tensor  # (B, T) bool, no pose explains half the variance of the frame, at the resolution of the fit
 
 
 def read_off(view: View, fit: Fit, viewpoints: Viewpoints) -> RoomPoses:
