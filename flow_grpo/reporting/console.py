@@ -151,7 +151,7 @@ def print_before_after(
         changes: metric -> paired change, for those that have one.
         run_folder: printed below.
         world: all ranks of the run.
-        floor: `eval_floor/` name -> reference estimator's value on perfect videos, a row below the `eval/` name's.
+        floor: `eval_floor/` name -> the estimator's value on perfect videos, in a row below the metric.
         console: where to print, by default standard output.
     """
     if not world.is_main:

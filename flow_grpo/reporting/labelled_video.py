@@ -47,10 +47,7 @@ class Box:
 def draw_labelled(panels: Sequence[Panel], caption: Sequence[str], poses: Tensor | None) -> tuple[Tensor, list[Box]]:
     """Return a video (3, T, height, width) uint8, of even width and height, and where its panels are.
 
-    Args:
-        panels: from left to right.
-        caption: lines below the panels, wrapped where they are too long; the first is emphasised.
-        poses: (T, 4, 4) the commanded camera path to draw in the lower right corner, or None.
+    The caption's lines stand below the panels, the first emphasised, and the commanded path (T, 4, 4) beside them.
     """
     count, rows, columns = panels[0].video.shape[1:]
     factor = enlargement(rows)
@@ -65,7 +62,11 @@ def draw_labelled(panels: Sequence[Panel], caption: Sequence[str], poses: Tensor
     ground = Image.new("RGB", (width, height), GROUND)
     draw = ImageDraw.Draw(ground)
     for panel, box in zip(panels, boxes, strict=True):
-        _label(draw, panel, box, size)
+        place, strong, plain = (box.x + 1, box.y - 4), font(size, bold=True), font(size - 1)
+        draw.text(place, panel.name, font=strong, fill=TEXT, anchor="ls")
+        after = strong.getlength(panel.name + " ")
+        if panel.note and after + plain.getlength(panel.note) <= box.width:
+            draw.text((place[0] + after, place[1]), panel.note, font=plain, fill=SOFT, anchor="ls")
     for number, (text, bold) in enumerate(lines):
         place = (GAP, below + number * (size + 5))
         draw.text(place, text, font=font(size - 1, bold=bold), fill=TEXT if bold else SOFT)
@@ -93,7 +94,7 @@ def rate(frames: int) -> float:
 
 
 def _boxes(names: Sequence[str], width: int, height: int, strip: int) -> list[Box]:
-    """Return where panels of one size are, each below a strip for its label; even places keep their colours apart."""
+    # Each below a strip for its label; even places keep their colours apart.
     step = _even(width + GAP)
     across = max(1, min(len(names), (MOST_COLUMNS - GAP) // step))
     return [
@@ -102,16 +103,8 @@ def _boxes(names: Sequence[str], width: int, height: int, strip: int) -> list[Bo
     ]
 
 
-def _label(draw: ImageDraw.ImageDraw, panel: Panel, box: Box, size: int) -> None:
-    place = box.x + 1, box.y - 4
-    draw.text(place, panel.name, font=font(size, bold=True), fill=TEXT, anchor="ls")
-    after = font(size, bold=True).getlength(panel.name + " ")
-    if panel.note and after + font(size - 1).getlength(panel.note) <= box.width:
-        draw.text((place[0] + after, place[1]), panel.note, font=font(size - 1), fill=SOFT, anchor="ls")
-
-
 def _wrapped(lines: Sequence[str], size: int, width: int) -> list[tuple[str, bool]]:
-    """Return lines that fit, each with whether it is emphasised."""
+    # Lines that fit, each with whether it is emphasised.
     found = []
     for number, line in enumerate(lines):
         bold = number == 0

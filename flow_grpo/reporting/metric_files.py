@@ -60,13 +60,8 @@ class MetricFiles:
         write_atomically(self._table, text.getvalue())
 
     def _lines_up_to(self, last_step: int) -> list[tuple[int, Row]]:
-        if not self._lines.exists():
-            return []
-        try:
-            lines = self._lines.read_bytes().splitlines()
-        except OSError as error:
-            raise ValueError(f"{self._lines} cannot be read ({error.strerror}); make it readable") from error
         kept = []
+        lines = _read(self._lines, "make it readable") if self._lines.exists() else []
         for number, text in enumerate(lines, start=1):
             record = _record(text)
             if record is None:  # a killed process may leave an incomplete line
@@ -84,16 +79,19 @@ def read_rows(file: Path) -> dict[int, Row]:
     Raises:
         ValueError: the file cannot be read, or holds no record at all.
     """
-    try:
-        lines = file.read_bytes().splitlines()
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read ({error.strerror}); give the folder of a run") from error
     rows: dict[int, Row] = {}
-    for step, metrics in filter(None, map(_record, lines)):
+    for step, metrics in filter(None, map(_record, _read(file, "give the folder of a run"))):
         rows.setdefault(step, {}).update(metrics)
     if not rows:
         raise ValueError(f"{file} holds no record of metrics; wait for the run's first, or give another run")
     return dict(sorted(rows.items()))
+
+
+def _read(file: Path, way_out: str) -> list[bytes]:
+    try:
+        return file.read_bytes().splitlines()
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error.strerror}); {way_out}") from error
 
 
 def _record(text: bytes) -> tuple[int, Row] | None:

@@ -46,21 +46,14 @@ MEASURED = (
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """What one metric, or a family of them, means.
+    """What one metric, or a family of them, means."""
 
-    Attributes:
-        name: `section/name`; placeholders in angle brackets stand for what differs in a family.
-        meaning: in one sentence.
-        unit: "share" is a part of 1, "count" a number of things; "" has none, or that of the reward.
-        healthy: bounds, both included, within which the metric of a healthy run lies; None where any value is.
-        advice: what to look at, or to do, outside of them.
-    """
-
-    name: str
-    meaning: str
-    unit: str = ""
+    name: str  # `section/name`; placeholders in angle brackets stand for what differs in a family
+    meaning: str  # in one sentence
+    unit: str = ""  # "share" is a part of 1, "count" a number of things; "" has none, or that of the reward
+    # bounds, both included, within which the metric of a healthy run lies; None where any value is
     healthy: tuple[float, float] | None = None
-    advice: str = ""
+    advice: str = ""  # what to look at, or to do, outside of them
 
     def is_fine(self, value: float) -> bool:
         """Return whether a value is within the healthy bounds; any is where there are none."""
@@ -79,11 +72,7 @@ _REWARD = (
     Metric("reward/group_std", "standard deviation of the weighted sum within a group, mean over groups"),
     Metric("reward/group_range_p<percent>", "percentile over groups of the weighted sum's range within a group"),
     Metric(
-        "reward/valid",
-        "samples in which every weighted reward has a value",
-        "share",
-        (0.9, 1.0),
-        "some samples could not be measured; the console says why",
+        "reward/valid", "samples with a value of every weighted reward", "share", (0.9, 1.0), "the console says why"
     ),
     Metric("reward/advantage_abs", "mean absolute advantage of the samples trained on"),
     Metric(
@@ -199,11 +188,7 @@ _POLICY = (
         "KL of the policy that sampled to the updated one, mean of log p_old - log p_new; 0 with one update per epoch",
         "nats per latent element",
     ),
-    Metric(
-        "policy/kl",
-        "KL to the policy that training started from; 0 while `train.kl_coef` is 0",
-        "nats per latent element",
-    ),
+    Metric("policy/kl", "KL to the starting policy; 0 while `train.kl_coef` is 0", "nats per latent element"),
     Metric(
         "policy/credit_share",
         "of a reward's variance within a group, the part that recorded noise caused and the update can credit; the "
@@ -228,9 +213,7 @@ _TRAIN = (
         "sqrt(elements) that its gradient has",
     ),
     Metric("train/grad_norm", "norm of the gradient, mean over optimizer steps; steady in a healthy run"),
-    Metric(
-        "train/grad_norm_max", "largest norm of the gradient in the epoch", advice="spikes: lower `train.learning_rate`"
-    ),
+    Metric("train/grad_norm_max", "largest norm of an epoch", advice="spikes: lower `train.learning_rate`"),
     Metric(
         "train/grad_clipped",
         "optimizer steps whose gradient was clipped, by `train.max_grad_ratio` or `train.max_grad_norm`",
@@ -297,8 +280,7 @@ _DYN = (
     Metric("dyn/moved_bytes", "size of the samples sent to another rank", "bytes"),
     Metric("dyn/reward_mean_before", "mean weighted sum of rewards of the first round"),
     Metric(
-        "dyn/reward_mean_after",
-        "mean weighted sum of rewards of what was trained on; compare runs by `reward/mean`, of the whole first round",
+        "dyn/reward_mean_after", "mean weighted sum of rewards of what was trained on; compare runs by `reward/mean`"
     ),
     Metric("dyn/time", "what the extra rounds and the choice took", "s"),
 )
@@ -328,8 +310,7 @@ _EVAL = (
 )
 _EVAL_OTHERS = (
     Metric(
-        "eval_change/<name>_<end>",
-        "an end of the change's 95 % interval, a bootstrap over scenes; one that holds 0 shows nothing",
+        "eval_change/<name>_<end>", "end of the change's 95 % bootstrap over scenes; if that holds 0 it shows nothing"
     ),
     Metric("eval_change/<name>", "mean change since before training, paired by condition, in the unit of `eval/`"),
     Metric("eval_floor/<name>", "what the gold estimator finds on perfect videos, in the unit of `eval/`"),
@@ -354,12 +335,7 @@ _TIME = (
     Metric("time/save_s", "waiting for checkpoints, in the record that comes after", "s"),
     Metric("time/floor_s", "measuring the floor, once", "s"),
     Metric("time/finish_s", "after the last epoch's record: its logging and saving, the adapter, the summary", "s"),
-    Metric(
-        "time/close_s",
-        "waiting for the last videos, the trackers, the last checkpoint and the other ranks; only in the files, as the "
-        "trackers are closed",
-        "s",
-    ),
+    Metric("time/close_s", "waiting for videos, trackers, the last checkpoint and other ranks; only in the files", "s"),
     Metric(
         "time/<phase>_hidden_s",
         "work that ran concurrently with other phases: scoring, with decoding on a CPU, which should exceed the "
@@ -378,14 +354,8 @@ _SYSTEM = (
     Metric("system/samples_per_s", "samples made in an epoch, extra rounds included, over its seconds", "1/s"),
     Metric("system/forward_equivalents", "transformer work so far, a forward of one sample is 1", "forwards"),
     Metric("system/forward_equivalents_per_sample", "transformer work of the epoch by sample", "forwards"),
-    Metric(
-        "system/tflops_per_device", "transformer operations over the epoch's time, without recomputation", "TFLOP/s"
-    ),
-    Metric(
-        "system/mfu",
-        "transformer operations as a share of the device's matrix rate (`device_tflops`, else measured once)",
-        "share",
-    ),
+    Metric("system/tflops_per_device", "transformer operations a second, without recomputation", "TFLOP/s"),
+    Metric("system/mfu", "transformer operations over the device's rate (`device_tflops`, else measured)", "share"),
     Metric("system/memory_<kind>_gib", "memory of rank 0: `allocated`, `peak`, `reserved`, `total`", "GiB"),
     Metric(
         "system/sent_<kind>_gib",

@@ -146,8 +146,7 @@ class Tracker:
 
     def _draw_curves(self, step: int) -> None:
         path, rows = self._folder / CURVES, {step: dict(row) for step, row in self._files.rows.items()}
-        title, direction, deciding = self._folder.name, self.direction, self.deciding
-        draw = functools.partial(plots.draw_curves, rows, path, title=title, direction=direction, deciding=deciding)
+        draw = functools.partial(plots.draw_curves, rows, path, self._folder.name, self.direction, self.deciding)
         self.log_file("eval/curves", path, draw, "rewards and held-out metrics", step)
 
     def _open(self, name: str, opening: Opening) -> None:
@@ -156,12 +155,12 @@ class Tracker:
         self._sinks[name] = getattr(sinks, kind)(opening)
 
     def _to_sinks(self, report: Callable[[Sink], object]) -> None:
-        for name in self._names:
-            self._serving.add(name, functools.partial(self._report, name, report))
+        def work(name: str) -> None:
+            if name in self._sinks:  # else it has not been opened, which was warned about
+                report(self._sinks[name])
 
-    def _report(self, name: str, report: Callable[[Sink], object]) -> None:
-        if name in self._sinks:  # else it has not been opened, which was warned about
-            report(self._sinks[name])
+        for name in self._names:
+            self._serving.add(name, functools.partial(work, name))
 
 
 def _check_names(names: Iterable[str]) -> None:

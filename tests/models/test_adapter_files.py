@@ -31,7 +31,7 @@ def saved(model: nn.Module, folder: Path) -> Path:
     return folder
 
 
-def test_without_lora_the_whole_transformer_is_saved_and_loads_in_the_dtype_asked_for(tmp_path):
+def test_without_lora_the_whole_transformer_is_saved_for_its_own_class_and_refused_by_plain_diffusers(tmp_path):
     model = trained_model(trained="camera")
     move(model)
     folder = saved(model, tmp_path / "adapter")
@@ -41,12 +41,6 @@ def test_without_lora_the_whole_transformer_is_saved_and_loads_in_the_dtype_aske
     assert torch.equal(output(adapter_files.load_adapter(tiny_transformer(), folder)), output(model))
     half = adapter_files.load_adapter(tiny_transformer(), folder, torch.bfloat16)
     assert half.blocks[0].attn1.to_q.weight.dtype == torch.bfloat16
-
-
-def test_plain_diffusers_refuses_a_transformer_with_camera_modules_and_its_own_class_takes_it(tmp_path):
-    model = trained_model(trained="camera")
-    move(model)
-    folder = saved(model, tmp_path / "adapter")
     with pytest.raises(OSError, match="no file named diffusion_pytorch_model"):
         WanTransformer3DModel.from_pretrained(str(folder))
     assert torch.equal(output(ReCamTransformer3DModel.from_pretrained(folder)), output(model))
@@ -107,8 +101,8 @@ def test_an_older_adapter_with_everything_in_one_file_loads(tmp_path):
     assert torch.equal(output(adapter_files.load_adapter(tiny_transformer(), tmp_path)), output(model))
 
 
-def test_an_adapter_of_another_model_is_refused(tmp_path):
-    folder = saved(trained_model(lora_full_modules=()), tmp_path)
+def test_an_adapter_of_another_model_or_with_a_missing_or_damaged_file_is_refused(tmp_path):
+    folder = saved(trained_model(lora_full_modules=()), tmp_path / "other")
     other = tiny_transformer()
     del other.blocks[1]
     with pytest.raises(ValueError, match=r"adapter of another model: .* holds 16 tensors, .* places for 8"):
@@ -118,10 +112,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match="places for 0"):
         adapter_files.load_adapter(wider, folder)
     assert not adapters.has_lora(wider)
-
-
-def test_an_adapter_with_a_missing_or_damaged_file_is_refused(tmp_path):
-    folder = saved(trained_model(), tmp_path)
+    folder = saved(trained_model(), tmp_path / "damaged")
     file = folder / adapter_files.CAMERA_FILE
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"camera_modules.safetensors is missing or damaged"):

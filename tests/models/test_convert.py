@@ -124,7 +124,7 @@ def test_the_other_layout_is_refused_with_a_hint(back):
         plan(state, back=back)
 
 
-def test_every_misshapen_tensor_is_reported():
+def test_every_misshapen_or_lacking_tensor_is_reported():
     model = tiny_transformer()
     for old, new in convert.RECAM.names(1).items():
         state = checkpoint(model)
@@ -132,9 +132,6 @@ def test_every_misshapen_tensor_is_reported():
         with pytest.raises(ValueError, match="checkpoint has") as caught:
             convert.check_shapes(to_diffusers(state), model)
         assert new in str(caught.value)
-
-
-def test_weights_without_camera_modules_do_not_fit_a_recam_configuration():
     with pytest.raises(ValueError, match=r"disagree on 8 .*cam_encoder"):
         convert.check_shapes(to_diffusers(checkpoint(camera=False)), tiny_transformer())
 
@@ -205,20 +202,17 @@ def test_every_missing_or_unexpected_name_of_base_and_step_is_reported():
         assert f"lacks 1 ({name}), and has unexpected none" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_step_of_fewer_blocks_is_refused():
-    base, _ = redirector_files()
-    _, step = redirector_files(blocks=1)
-    with pytest.raises(ValueError, match="self-attention of 1 blocks, the base 2 blocks"):
-        convert.with_step(base, step)
-
-
-def test_sizes_are_read_from_the_tensors_and_heads_from_the_configuration():
+def test_sizes_are_read_from_the_tensors_and_heads_from_the_configuration_of_as_many_blocks():
     base, step = redirector_files()
     state = convert.with_step(base, step)[0]
     config = convert.redirector_config({"num_heads": 2, "eps": 1e-6}, state)
     model, expected = ReDirectorTransformer3DModel(**config), tiny_redirector(spatial=8)
     convert.check_shapes(state, model)
     assert dict(model.config) == dict(expected.config) | {"rope_max_seq_len": 1024}
+    base, _ = redirector_files()
+    _, step = redirector_files(blocks=1)
+    with pytest.raises(ValueError, match="self-attention of 1 blocks, the base 2 blocks"):
+        convert.with_step(base, step)
 
 
 @pytest.mark.parametrize(

@@ -42,12 +42,6 @@ def test_cached_equals_fresh_bit_for_bit_and_a_warm_cache_loads_no_encoder(folde
     assert kinds == {"sources": 2, "prompts": 3}
 
 
-def test_a_prompt_is_stored_without_padding(folder, tmp_path):
-    policy(folder, tmp_path).encodings.prompt("a  room ")
-    (file,) = (tmp_path / "prompts").rglob("*.safetensors")
-    assert load_file(file)["value"].shape == (3, 16)  # a, room, </s>
-
-
 def test_videos_are_identified_by_their_pixels_or_by_source_id_and_size(folder):
     made = policy(folder, None)
     made.codec.encode = Mock(wraps=made.codec.encode)
@@ -84,8 +78,11 @@ def test_a_precomputed_video_or_prompt_is_known_until_its_file_is_damaged(folder
     assert not known.knows_source("x", one.size)
 
 
-def test_a_prompt_is_cached_under_the_text_that_is_tokenized(folder, tmp_path):
+def test_a_prompt_is_cached_under_the_text_that_is_tokenized_and_without_padding(folder, tmp_path):
     known = policy(folder, tmp_path).encodings
     known.prompt("a room, slowly")
     assert known.knows_prompt(" a\nroom， slowly") and known.knows_prompt("a room&#44; slowly")
     assert not known.knows_prompt("a room slowly")
+    policy(folder, tmp_path / "other").encodings.prompt("a  room ")
+    (file,) = (tmp_path / "other" / "prompts").rglob("*.safetensors")
+    assert load_file(file)["value"].shape == (3, 16)  # a, room, </s>

@@ -97,11 +97,13 @@ def test_shapes_that_do_not_fit_are_refused(position, shape, message):
         tiny_transformer()(*arguments)
 
 
-def test_settings_that_recam_has_no_meaning_for_are_refused():
+def test_the_default_size_is_the_published_one_and_settings_without_meaning_are_refused():
     with pytest.raises(ValueError, match="each latent frame has its pose"):
         ReCamTransformer3DModel(patch_size=(2, 2, 2), num_layers=0)
     with pytest.raises(ValueError, match="start from a T2V checkpoint"):
         ReCamTransformer3DModel(image_dim=8, num_layers=0)
+    with torch.device("meta"):
+        assert sum(value.numel() for value in ReCamTransformer3DModel().parameters()) == 1_490_420_800
 
 
 @pytest.mark.parametrize("build", [tiny_transformer, tiny_redirector])
@@ -109,8 +111,3 @@ def test_sharding_and_compiling_by_block_find_the_block_class(build):
     model = build()
     names = {type(block).__name__ for block in model.blocks}
     assert names == set(model._no_split_modules) == set(model._repeated_blocks)
-
-
-def test_the_default_size_is_that_of_the_published_model():
-    with torch.device("meta"):
-        assert sum(value.numel() for value in ReCamTransformer3DModel().parameters()) == 1_490_420_800

@@ -31,14 +31,11 @@ def test_training_clips_are_the_first_samples_and_leave_out_values_that_are_not_
     assert len(training_clips(dataclasses.replace(batch, videos=torch.empty(0)), 2)) == 0
 
 
-def test_a_sample_that_is_not_finite_is_shown_as_well_and_a_missing_view_left_out():
+def test_what_is_not_finite_is_shown_a_missing_view_left_out_and_the_base_stands_before_now():
     shown = dataclasses.replace(condition(3), target_video=None)
     clip = make_clip(shown, torch.full_like(shown.source_video, float("nan")), {"brightness": float("nan")})
     assert list(clip.panels) == ["source", "now"] and clip.panels["now"].dtype == torch.uint8
     assert clip.scores == {}
-
-
-def test_the_base_stands_before_now_and_scores_before_training_before_those_now():
     shown = condition(3)
     clip = make_clip(shown, shown.source_video, {"a": 0.5, "b": 1.0}, base=0 * shown.source_video)
     assert list(clip.panels) == ["source", "base", "now", "true view"]
@@ -47,7 +44,7 @@ def test_the_base_stands_before_now_and_scores_before_training_before_those_now(
     assert words == "a 0.250 → 0.500   b 1.000   (before training → now)"
 
 
-def test_the_copies_of_a_group_are_shown_from_the_best_to_the_worst_of_those_held():
+def test_copies_of_a_group_are_shown_from_the_best_to_the_worst_held_if_there_are_two_and_a_weight():
     batch = scored(ToyPolicy(), [*group(3, 1), *group(5, 3)], reward=BrightnessReward())
     clip = group_clip(batch, {"brightness": 1.0}, k=4)
     assert list(clip.panels) == ["copy 1", "copy 2", "copy 3"] and "3 of 4 copies" in clip.caption
@@ -56,9 +53,6 @@ def test_the_copies_of_a_group_are_shown_from_the_best_to_the_worst_of_those_hel
     assert clip.of["condition"] == 5 and sum(clip.scores.values()) == pytest.approx(0, abs=1e-6)
     whole = group_clip(batch, {"brightness": 1.0}, k=3)
     assert "all 3 copies" in whole.caption
-
-
-def test_there_is_no_group_to_show_without_two_copies_or_a_weight():
     batch = scored(ToyPolicy(), [condition(1, 1), condition(2, 2)])
     assert group_clip(batch, {"brightness": 1.0}, k=4) is None
     assert group_clip(scored(ToyPolicy(), group(3, 4)), {"brightness": 0.0}, k=4) is None

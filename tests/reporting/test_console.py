@@ -49,7 +49,9 @@ def test_without_a_terminal_there_is_one_plain_line_per_epoch() -> None:
     assert lines[1].startswith("epoch 10/12  ")
 
 
-def test_the_time_left_is_estimated_from_this_processs_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_left_is_estimated_from_this_processs_epochs_and_ends_at_the_minutes_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     out, clock = io.StringIO(), mock.Mock(return_value=0.0)
     monkeypatch.setattr("flow_grpo.reporting.console.time.monotonic", clock)
     progress = Progress(100, World(), finished=90, console=Console(file=out))
@@ -57,11 +59,7 @@ def test_the_time_left_is_estimated_from_this_processs_epochs(monkeypatch: pytes
     clock.return_value = 10.0
     progress.finish_epoch({})
     assert out.getvalue().strip() == "epoch  91/100  10.0 s  ETA 0:01:30"
-
-
-def test_the_time_left_ends_at_the_minutes_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    out, clock = io.StringIO(), mock.Mock(return_value=100.0)
-    monkeypatch.setattr("flow_grpo.reporting.console.time.monotonic", clock)
+    out, clock.return_value = io.StringIO(), 100.0
     progress = Progress(100, World(), seconds=25.0, console=Console(file=out))
     for _ in range(3):
         progress.start_epoch(rollouts=1)

@@ -41,7 +41,7 @@ def test_every_call_is_a_line_and_every_step_a_row_and_a_fresh_run_starts_empty_
     assert MetricFiles(tmp_path).rows == {} and lines(tmp_path) == [] and table(tmp_path) == []
 
 
-def test_a_new_metric_is_a_column_that_is_empty_in_older_rows(tmp_path: Path) -> None:
+def test_a_new_metric_is_a_column_that_is_empty_in_older_rows_and_nan_is_null(tmp_path: Path) -> None:
     files = MetricFiles(tmp_path)
     files.append({"a": 1.0}, 1)
     files.append({"b": 2.0, "a": 3.0}, 2)
@@ -51,9 +51,6 @@ def test_a_new_metric_is_a_column_that_is_empty_in_older_rows(tmp_path: Path) ->
         {"step": "2", "a": "3.0", "b": "2.0"},
         {"step": "3", "a": "", "b": "4.0"},
     ]
-
-
-def test_nan_and_infinity_are_null_in_json_and_named_in_the_table(tmp_path: Path) -> None:
     MetricFiles(tmp_path).append({"a": math.nan, "b": math.inf}, 1)
     assert lines(tmp_path) == [{"step": 1, "a": None, "b": None}]
     assert table(tmp_path) == [{"step": "1", "a": "nan", "b": "inf"}]

@@ -63,16 +63,13 @@ def test_a_path_that_only_rotates_shows_its_viewing_directions(tmp_path):
     assert "viewing direction" in above.get_title(loc="left") and not space.collections
 
 
-def test_frames_without_an_estimate_are_left_out(tmp_path):
+def test_frames_without_an_estimate_are_left_out_and_all_views_have_one_scale(tmp_path):
     commanded = preset_path("zoom_in", 9)
     estimated = elsewhere(commanded)
     estimated[[0, 4]] = torch.nan
     space, above, _ = drawn(commanded, estimated, tmp_path / "a.png")
     assert np.allclose(curves(above)[1], np.delete(commanded[:, [0, 2], 3].numpy(), [0, 4], axis=0))
     assert space.get_legend().get_texts()[1].get_text() == "estimated, 7 of 9 frames"
-
-
-def test_all_views_have_one_scale(tmp_path):
     for axes in drawn(preset_path("zoom_in", 9), preset_path("zoom_in", 9), tmp_path / "a.png"):
         spans = [np.ptp(axes.get_xlim()), np.ptp(axes.get_ylim())]
         assert spans == pytest.approx([1.15 * 1.988] * 2)

@@ -66,6 +66,12 @@ def test_a_reward_without_weight_is_measured_and_not_drawn() -> None:
     assert len(drawn(unknown)) == 3  # of an earlier version: every reward, without their sum
 
 
+def test_a_running_mean_of_the_reward_is_drawn_from_twenty_points() -> None:
+    assert len(drawn(rows(19))["reward/a_mean"].lines) == 1
+    smooth = drawn(rows(30))["reward/a_mean"].lines[1].get_ydata()
+    assert smooth[10] == pytest.approx(0.1 * 11) and smooth[0] == pytest.approx(0.15)  # up to the ends
+
+
 def test_only_what_decides_the_verdict_is_drawn_and_equal_numbers_once() -> None:
     data = rows(3)
     for step, value in ((0, 24.0), (3, 25.0)):
@@ -135,12 +141,6 @@ def test_a_band_is_the_std_within_groups_or_the_interval_of_the_change_and_the_f
     band = axes.collections[0].get_paths()[0].vertices
     assert sorted({(float(x), round(float(y), 6)) for x, y in band}) == [(0.0, 0.5), (3.0, 0.2), (3.0, 0.4)]
     assert [list(line.get_ydata()) for line in axes.lines if line.get_linestyle() == "--"] == [[0.04, 0.04]]
-
-
-def test_a_running_mean_of_the_reward_is_drawn_from_twenty_points() -> None:
-    assert len(drawn(rows(19))["reward/a_mean"].lines) == 1
-    smooth = drawn(rows(30))["reward/a_mean"].lines[1].get_ydata()
-    assert smooth[10] == pytest.approx(0.1 * 11) and smooth[0] == pytest.approx(0.15)  # up to the ends
 
 
 def test_bars_of_every_camera_stand_side_by_side_with_the_interval_of_the_change(tmp_path: Path) -> None:

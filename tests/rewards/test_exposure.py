@@ -59,6 +59,15 @@ def test_clipping_counts_beyond_the_source_and_only_upwards():
     assert found == only("clipped", 0) and value == 0
 
 
+def test_flicker_is_what_the_neighbours_do_not_explain():
+    flickering, drifting = flat(0.5), flat(0.5)
+    flickering[:, 2] += 0.1
+    drifting += 0.01 * torch.arange(-2, 3)[None, :, None, None]
+    _, found = judged(flickering, flat(0.5 + 0.02))
+    assert found == only("flicker", (0.05 + 0.1 + 0.05) / 3 - TOLERANCE["flicker"])
+    assert judged(drifting, flat(0.5))[0] == 0
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_brightness_counts_both_ways(sign):
     value, found = judged(flat(0.5 + sign * 0.1), flat(0.5))
@@ -72,15 +81,6 @@ def test_saturation_counts_both_ways(spread, asked):
     seen, source = (flat(0.5 + s / 2, 0.5 - s / 2 * (0.299 - 0.114) / 0.587, 0.5 - s / 2) for s in (spread, asked))
     _, found = judged(seen, source)
     assert found == only("saturation", 0.2 - TOLERANCE["saturation"])
-
-
-def test_flicker_is_what_the_neighbours_do_not_explain():
-    flickering, drifting = flat(0.5), flat(0.5)
-    flickering[:, 2] += 0.1
-    drifting += 0.01 * torch.arange(-2, 3)[None, :, None, None]
-    _, found = judged(flickering, flat(0.5 + 0.02))
-    assert found == only("flicker", (0.05 + 0.1 + 0.05) / 3 - TOLERANCE["flicker"])
-    assert judged(drifting, flat(0.5))[0] == 0
 
 
 @pytest.mark.parametrize("period", [8, 16])
@@ -120,10 +120,13 @@ def test_what_lies_between_source_and_true_view_is_right_and_a_part_costs_at_mos
     assert judged(flat(0.9), flat(0.1))[0] == pytest.approx(-1 / 5)
 
 
-def test_samples_of_a_batch_do_not_mix_and_two_frames_are_refused():
+def test_samples_of_a_batch_do_not_mix():
     chosen = [dataclasses.replace(CONDITION, source_video=flat(level), target_video=None) for level in (0.5, 0.3)]
     result = Exposure()(torch.stack([flat(0.5), flat(0.5)]), chosen)
     assert result.values[0] == 0 and result.values[1] < -0.1
+
+
+def test_two_frames_are_refused():
     with pytest.raises(ValueError, match="at least 3 frames, got videos of 2"):
         Exposure()(flat(0.5, frames=2)[None], [CONDITION])
 

@@ -14,6 +14,7 @@ from flow_grpo.records import Condition
 from flow_grpo.rewards.camera import pose as camera_pose
 from flow_grpo.rewards.camera.pnp import locate_video
 from flow_grpo.rewards.camera.pose import PoseMeasurer, PoseRot, PoseTrans, compare, rotation_value, translation_value
+from flow_grpo.rewards.camera.smooth import Smooth
 from flow_grpo.rewards.process_pool import CallPool
 from tests.some import some
 from tests.textured_room import LARGE, SMALL, condition, film, intrinsics, slowed, source_path, spoiled
@@ -148,10 +149,13 @@ def test_cheats_score_below_the_right_video():
         assert translation[row] < translation[0] - 0.02, name
 
 
-def test_a_copy_of_the_source_errs_by_the_distance_of_the_paths():
+def test_a_copy_of_the_source_errs_by_the_distance_of_the_paths_and_the_command_is_part_of_the_measurement():
     result = PoseTrans(MEASURER)(shot("source")[None], [asked("arc_right")])
     true = (source_path(FRAMES) - preset_path("arc_right", FRAMES))[:, :3, 3].norm(dim=-1).mean()
     assert float(result.info["trans_m"]) == pytest.approx(float(true), abs=0.005)
+    video = shot("arc_right")[None]
+    right, wrong = (PoseRot(MEASURER)(video, [asked(name)]).values for name in ("arc_right", "arc_left"))
+    assert right > -0.01 and wrong < -0.3
 
 
 @pytest.mark.parametrize("what", ["noise", "mirrored"])
@@ -190,22 +194,18 @@ def test_a_turning_source_is_scored_with_its_true_view():
 # --- failures
 
 
-def test_both_rewards_read_one_measurement(calls_made):
+def test_all_path_rewards_read_one_measurement(calls_made):
     measurer = PoseMeasurer()
     videos = torch.stack([shot("arc_right"), shot("zoom_in")])
     conditions = [asked("arc_right"), asked("arc_right", slot=1)]
     first = PoseRot(measurer)(videos, conditions)
     second = PoseTrans(measurer)(videos.clone(), conditions)
     assert calls_made == ["make_source", "locate_video", "locate_video"]
-    assert first.valid.all() and second.valid.all()
+    third = Smooth(measurer)(videos, conditions)
+    assert first.valid.all() and second.valid.all() and third.valid.all()
+    assert Smooth().measurer is PoseRot().measurer
     PoseRot(measurer)(videos.flip(0), conditions)
     assert calls_made == ["make_source", *["locate_video"] * 4]
-
-
-def test_the_command_is_part_of_the_measurement():
-    video = shot("arc_right")[None]
-    right, wrong = (PoseRot(MEASURER)(video, [asked(name)]).values for name in ("arc_right", "arc_left"))
-    assert right > -0.01 and wrong < -0.3
 
 
 def test_without_the_right_focal_length_there_is_no_value():

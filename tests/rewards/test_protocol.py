@@ -47,20 +47,10 @@ def test_videos_and_conditions_arrive_with_every_digit():
                 assert equal(getattr(there, field.name), getattr(here, field.name)), field.name
 
 
-def test_a_companion_that_is_not_needed_is_not_sent_and_the_size_is_known():
+def test_a_companion_that_is_not_needed_is_not_sent_and_the_key_follows_the_content_alone():
     for condition in protocol.read_request(request(needs=())).conditions:
         assert condition.source_video is None and condition.target_video is None
         assert condition.size == CONDITIONS[0].size
-
-
-def test_colours_of_8_bits_travel_exactly_and_others_as_the_nearest_level():
-    levels = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 1, 16, 16).expand(2, 3, 4, 16, 16)
-    video = levels.float() / 255
-    assert torch.equal(protocol.from_pixels(protocol.to_pixels(video)), video)
-    assert torch.equal(protocol.from_pixels(protocol.to_pixels((video + 0.001).clamp(max=1))), video)
-
-
-def test_the_key_of_a_request_follows_its_content_but_not_the_score_asked_for():
     key = protocol.read_request(request()).key
     assert protocol.read_request(changed(lambda meta, _: meta.update(rewards=["other"]))).key == key
     for change in (
@@ -69,6 +59,13 @@ def test_the_key_of_a_request_follows_its_content_but_not_the_score_asked_for():
         lambda _, tensors: tensors.pop("target.0"),
     ):
         assert protocol.read_request(changed(change)).key != key
+
+
+def test_colours_of_8_bits_travel_exactly_and_others_as_the_nearest_level():
+    levels = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 1, 16, 16).expand(2, 3, 4, 16, 16)
+    video = levels.float() / 255
+    assert torch.equal(protocol.from_pixels(protocol.to_pixels(video)), video)
+    assert torch.equal(protocol.from_pixels(protocol.to_pixels((video + 0.001).clamp(max=1))), video)
 
 
 @pytest.mark.parametrize(

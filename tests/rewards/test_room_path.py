@@ -126,7 +126,7 @@ def test_both_rewards_share_one_estimate_of_a_batch(tmp_path, monkeypatch):
     assert measured == [8, 8, 8]
 
 
-def test_floors_are_above_what_noise_changes_and_below_a_fifth_of_the_motion(tmp_path):
+def test_better_paths_score_better_and_floors_lie_between_noise_and_a_fifth_of_the_motion(tmp_path):
     asked = conditions(FEW, root=tmp_path)
     slow = film(["pan_right", "zoom_in", "arc_left", "translate_up"], rooms=2, speed=0.8).videos
     for kind, moving in ((RoomRot, [0, 2, 3, 4, 6, 7]), (RoomTrans, [1, 2, 3, 5, 6, 7])):
@@ -136,11 +136,6 @@ def test_floors_are_above_what_noise_changes_and_below_a_fifth_of_the_motion(tmp
             for videos, seed in ((FEW.videos, 0), (FEW.videos, 1), (slow, 0))
         )
         assert (one - two).abs().median() < reward.floor < (one - off)[moving].median()
-
-
-def test_better_paths_score_better(tmp_path):
-    asked = conditions(FEW, root=tmp_path)
-    for kind, moving in ((RoomRot, [0, 2, 3, 4, 6, 7]), (RoomTrans, [1, 2, 3, 5, 6, 7])):
         values = [
             float(kind(tmp_path)(like_a_codec(refilm(path), sigma=0.5), asked).values[moving].mean())
             for path in (

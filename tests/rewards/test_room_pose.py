@@ -38,20 +38,14 @@ def test_all_ten_presets_are_followed_without_knowing_the_command(speed):
     assert centimetres.mean() < 2.5 and centimetres.max() < 15
 
 
-def test_a_large_motion_is_found():
+def test_a_large_motion_is_found_and_blur_noise_and_faded_colours_move_the_estimate_little():
     filmed = film(["pan_left", "zoom_in", "zoom_out"], speed=2.0)
     degrees, centimetres = errors(filmed, locate(filmed))
     assert filmed.true[2, -1, :3, 3].norm() > 1.9
     assert degrees.max() < 2 and centimetres.max() < 12
-
-
-def test_blur_and_noise_of_a_codec_move_it_little():
     filmed = film(FEW, rooms=2)
     degrees, centimetres = errors(filmed, locate(filmed, like_a_codec(filmed.videos, sigma=1.0, noise=0.02)))
     assert degrees.mean() < 1.0 and centimetres.mean() < 6
-
-
-def test_blur_alone_and_faded_colours_neither_move_it_nor_count_as_residual():
     for changed in (blur(SHORT.videos, 1.2), 0.25 + 0.5 * SHORT.videos):
         found = locate(SHORT, changed)
         degrees, centimetres = errors(SHORT, found)
@@ -129,7 +123,7 @@ def test_the_residual_tells_a_located_frame_from_one_of_another_place():
     assert locate(SHORT, noise).residual.min() > 0.2
 
 
-def test_the_reward_is_the_formula_of_its_errors(tmp_path):
+def test_the_reward_is_the_formula_of_its_errors_and_orders_speeds(tmp_path):
     chosen = conditions(SHORT, root=tmp_path)
     off = [dataclasses.replace(c, target_poses=preset_path("zoom_in", 3, translation_scale=-0.25)) for c in chosen]
     result = RoomPose(tmp_path)(SHORT.videos, off)
@@ -139,9 +133,6 @@ def test_the_reward_is_the_formula_of_its_errors(tmp_path):
     # The film goes 0.99 m ahead, the command asks for 0.5 m back: 0, 0.75 and 1.49 m apart.
     assert result.info["trans_err_m"][1].item() == pytest.approx(0.746, abs=0.03)
     assert result.info["located"].tolist() == [1, 1, 1, 1]
-
-
-def test_the_reward_orders_speeds(tmp_path):
     chosen = conditions(SHORT, root=tmp_path)
     reward = RoomPose(tmp_path)
     values = [

@@ -121,12 +121,3 @@ def test_trembling_is_noticed_where_the_pose_rewards_see_nothing():
     assert set(smooth.info) == set(SMOOTH.measures)
     assert smooth.info["shake_deg"][1] > 0.5 > 0.1 > smooth.info["shake_deg"][0]
     assert smooth.info["valid_frames"].tolist() == [1, 1] and smooth.info["unregistered"].tolist() == [0, 0]
-
-
-def test_it_shares_the_measurement_of_the_pose_rewards(calls_made):
-    measurer = PoseMeasurer()
-    chosen = [condition("arc_right", shot("source"), source_path(FRAMES))]
-    for reward in (PoseRot, Smooth, PoseTrans):
-        assert reward(measurer)(shot("arc_right")[None], chosen).valid.all()
-    assert calls_made == ["make_source", "locate_video"]
-    assert Smooth().measurer is PoseRot().measurer

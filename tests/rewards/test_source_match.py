@@ -59,9 +59,12 @@ def test_a_copy_has_no_difference_and_flat_colours_differ_by_their_distance():
     assert differences(dark, light).tolist() == pytest.approx([0.3, 0.3])
 
 
-def test_without_a_true_view_the_distances_count_in_full_and_samples_do_not_mix():
+def test_without_a_true_view_the_distances_count_in_full():
     chosen = [dataclasses.replace(condition, target_video=None) for condition in CONDITIONS]
     result = SourceMatch()(TARGET.videos, chosen)
     assert (result.values < 0).all()
     assert torch.allclose(result.values, -(result.info["new"] + result.info["lost"]) / 2)
+
+
+def test_samples_of_a_batch_do_not_mix():
     assert torch.equal(values(TARGET.videos[2:3], CONDITIONS[2:3]), values(TARGET.videos)[2:3])

@@ -101,25 +101,19 @@ def test_every_trick_is_noticed_and_the_exact_video_is_best(scores):
     check(scores)
 
 
-def test_without_a_true_view_only_smooth_sees_a_tremble_and_only_exposure_a_grid(scores):
+def test_each_trick_has_its_reward_and_storing_is_noticed_by_rewards_of_single_pixels_only(scores):
     others = [name for name in scores.floors if name not in NEED_THE_TRUE_VIEW]
     assert [name for name in others if scores.noticed("tremble", name)] == ["smooth"]
     assert [name for name in others if scores.noticed("grid", name)] == ["exposure"]
+    assert [name for name in scores.floors if scores.noticed(HARMLESS, name)] == ["target_psnr", "sharpness"]
+    assert set(scores.floors) == set(REWARDS) - NEEDS_MORE
+    assert [reward.name for reward in weight_free_rewards()] == list(scores.floors)
 
 
 def test_the_displacement_sees_a_slower_pan_that_the_pose_rewards_take_for_right():
     scores = score(["pan_right"], SIZE, FRAMES, (EXACT, "0.98 of the speed"))
     noticing = {name for name in scores.floors if scores.noticed("0.98 of the speed", name)}
     assert "view_disp" in noticing and not noticing & {"pose_rot", "pose_trans", "smooth"}
-
-
-def test_what_storing_does_to_a_video_is_noticed_by_rewards_of_single_pixels_only(scores):
-    assert [name for name in scores.floors if scores.noticed(HARMLESS, name)] == ["target_psnr", "sharpness"]
-
-
-def test_all_rewards_that_need_no_weights_are_tried(scores):
-    assert set(scores.floors) == set(REWARDS) - NEEDS_MORE
-    assert [reward.name for reward in weight_free_rewards()] == list(scores.floors)
 
 
 @pytest.mark.slow

@@ -31,14 +31,11 @@ def score(videos: list[Tensor], conditions: list[Condition], reward: ViewDisp | 
     return (reward or ViewDisp(CallPool()))(torch.stack(videos), conditions)
 
 
-def test_a_shift_is_measured_in_pixels():
+def test_a_shift_is_measured_in_pixels_of_a_picture_832_wide_and_late_frames_count_threefold():
     pictures = grey(shot("arc_right"))
     moved = np.roll(pictures, 7, axis=2)
     assert displacements(moved, find_views(pictures)) == pytest.approx([7] * FRAMES, abs=0.02)
     assert displacements(pictures, find_views(pictures)).tolist() == [0] * FRAMES
-
-
-def test_the_value_counts_pixels_of_a_picture_832_wide_and_late_frames_threefold():
     video = shot("arc_right")
     late = video.clone()
     late[:, 2] = video[:, 2].roll(5, -1)
@@ -50,11 +47,14 @@ def test_the_value_counts_pixels_of_a_picture_832_wide_and_late_frames_threefold
     assert result.info["matched_frames"].tolist() == [1, 1]
 
 
-def test_a_frame_is_never_worse_than_the_cap_and_eleven_matches_are_too_few():
+def test_a_frame_is_never_worse_than_the_cap():
     video = shot("pan_right")
     far = score([video.roll(60, -1)], [asked("pan_right")])
     assert far.values == pytest.approx(-1) and far.info["disp_px"] == pytest.approx(100)
     assert far.info["matched_frames"] == 1
+
+
+def test_eleven_matches_are_too_few():
     picture = grey(shot("arc_right"))[:1]
     features = find_features(picture[0])
     for count, known in ((11, False), (12, True)):
@@ -78,7 +78,7 @@ def test_what_does_not_match_takes_the_cap_and_is_still_a_score(what):
     assert result.info["matched_frames"] == 0
 
 
-def test_without_a_true_view_of_its_shape_a_sample_is_masked_with_the_cause():
+def test_without_a_true_view_of_its_shape_and_with_texture_a_sample_is_masked_with_the_cause():
     missing, shorter = asked("arc_right", target_video=None), asked("arc_right", target_video=shot("arc_right")[:, :2])
     result = score([shot("arc_right")] * 3, [asked("arc_right"), missing, shorter])
     assert result.valid.tolist() == [True, False, False]
@@ -86,9 +86,6 @@ def test_without_a_true_view_of_its_shape_a_sample_is_masked_with_the_cause():
     assert "has no target video" in result.causes[1] and "shape" in result.causes[2]
     alone = score([shot("arc_right")], [missing])
     assert not alone.valid.any() and set(alone.info) == set(ViewDisp.measures)
-
-
-def test_a_true_view_without_texture_is_masked_and_its_flat_frames_have_no_weight():
     flat = torch.full((3, FRAMES, *SIZE), 0.5)
     partly = shot("arc_right").clone()
     partly[:, 2] = 0.5

@@ -60,11 +60,11 @@ def draw_cameras(
 def draw_bars(
     axes: Any, cameras: Sequence[str], values: Sequence[Sequence[float]], changes: Sequence[Sequence[float] | None]
 ) -> None:
-    """Draw a pair of bars for each kind of camera.
+    """Draw a pair of bars for each kind of camera, from top to bottom.
 
     Args:
         axes: matplotlib's.
-        cameras: kinds, from top to bottom.
+        cameras: kinds.
         values: (before training, after it) of each.
         changes: [mean, low, high] of each one's change, or None.
     """

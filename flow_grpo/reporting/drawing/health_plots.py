@@ -14,8 +14,7 @@ PHASES = ("rollout", "update", "score", "encode", "fetch", "gather", "other")
 _WIDE = 50.0  # ratio of the largest to the smallest norm from which the axis is logarithmic
 
 
-def draw_signal(rows: Rows, axes: Any) -> None:
-    """Draw what the update can learn from: the credit share, and the rewards' spread over their floors."""
+def _draw_signal(rows: Rows, axes: Any) -> None:
     for name, colour in (("policy/credit_share", GREEN), ("train/zero_std_ratio", GREY)):
         steps, values = points(rows, name)
         if len(steps):
@@ -32,8 +31,7 @@ def draw_signal(rows: Rows, axes: Any) -> None:
     _legend(axes, *([other] if len(steps) else []), loc="upper left")
 
 
-def draw_ratio(rows: Rows, axes: Any) -> None:
-    """Draw how far updates move the policy: the ratio's range, and the share of clipped samples."""
+def _draw_ratio(rows: Rows, axes: Any) -> None:
     steps, mean = points(rows, "policy/ratio_mean")
     if len(steps):
         low, lower, higher, high = (
@@ -58,8 +56,7 @@ def draw_ratio(rows: Rows, axes: Any) -> None:
     _legend(axes, *([other] if len(clipped) else []), loc="upper left")
 
 
-def draw_advantages(rows: Rows, axes: Any) -> None:
-    """Draw how the advantages of an epoch are distributed."""
+def _draw_advantages(rows: Rows, axes: Any) -> None:
     steps, median = points(rows, "reward/advantage_p50")
     low, high = (values_at(rows, steps, f"reward/advantage_p{percent}") for percent in (10, 90))
     axes.fill_between(steps, low, high, color=PURPLE, alpha=0.2, lw=0, label="middle 80 %")
@@ -68,8 +65,7 @@ def draw_advantages(rows: Rows, axes: Any) -> None:
     _legend(axes)
 
 
-def draw_gradient(rows: Rows, axes: Any) -> None:
-    """Draw the gradient's norm."""
+def _draw_gradient(rows: Rows, axes: Any) -> None:
     _, all_norms = points(rows, "train/grad_norm_max")
     steps, norms = points(rows, "train/grad_norm")
     if len(all_norms) == len(norms) and (all_norms > norms).any():
@@ -82,8 +78,7 @@ def draw_gradient(rows: Rows, axes: Any) -> None:
     _legend(axes)
 
 
-def draw_time(rows: Rows, axes: Any) -> None:
-    """Draw where an epoch's seconds go, phase upon phase."""
+def _draw_time(rows: Rows, axes: Any) -> None:
     phases = [phase for phase in PHASES if len(points(rows, f"time/{phase}_s")[0])]
     steps = sorted({int(step) for phase in phases for step in points(rows, f"time/{phase}_s")[0]})
     seconds = np.array([[rows[step].get(f"time/{phase}_s", 0.0) for step in steps] for phase in phases])
@@ -104,18 +99,18 @@ def draw_time(rows: Rows, axes: Any) -> None:
 # The metrics any of which a plot needs, its title, what is healthy, and what draws it.
 Plot = tuple[tuple[str, ...], str, str, Callable[[Rows, Any], None]]
 _WIDE_BAND = "healthy: a wide band (flat groups have none)"
-ADVANTAGES: Plot = (("reward/advantage_p50",), "advantages", _WIDE_BAND, draw_advantages)
+ADVANTAGES: Plot = (("reward/advantage_p50",), "advantages", _WIDE_BAND, _draw_advantages)
 HEALTH: tuple[Plot, ...] = (
     (
         ("policy/credit_share", "policy/spread_over_floor", "train/zero_std_ratio"),
-        *("signal", "healthy: credit above 0.2, spread above the dotted 0.5", draw_signal),
+        *("signal", "healthy: credit above 0.2, spread above the dotted 0.5", _draw_signal),
     ),
     (
         ("policy/ratio_mean", "policy/clip_fraction"),
-        *("ratio and clip fraction", "clipped: 0 with one update an epoch, else < 0.5", draw_ratio),
+        *("ratio and clip fraction", "clipped: 0 with one update an epoch, else < 0.5", _draw_ratio),
     ),
-    (("train/grad_norm",), "gradient norm", "steady is healthy", draw_gradient),
-    (tuple(f"time/{phase}_s" for phase in PHASES), "time of an epoch", "by phase", draw_time),
+    (("train/grad_norm",), "gradient norm", "steady is healthy", _draw_gradient),
+    (tuple(f"time/{phase}_s" for phase in PHASES), "time of an epoch", "by phase", _draw_time),
 )
 
 

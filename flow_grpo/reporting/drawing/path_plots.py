@@ -33,7 +33,7 @@ def draw_paths(commanded: Tensor, estimated: Tensor, path: Path, title: str = ""
     Args:
         commanded: (F, 4, 4) camera-to-world in metres.
         estimated: (F, 4, 4) camera-to-world in any world frame and unit, NaN for frames without an estimate.
-        path: the PNG file, replaced atomically; missing folders are created.
+        path: the PNG file, replaced atomically.
         title: heading.
     """
     commanded = relative(commanded[0], commanded)
@@ -72,9 +72,7 @@ def draw_paths(commanded: Tensor, estimated: Tensor, path: Path, title: str = ""
 def small_paths(commanded: Tensor, estimated: Tensor) -> Figure | None:
     """Return a small figure of two paths from above and from the side; None for a camera that only turns.
 
-    Args:
-        commanded: (F, 3) camera centres in metres, x right, y down, z forward.
-        estimated: (F, 3) likewise, NaN for frames without an estimate.
+    Both are camera centres (F, 3) in metres, x right, y down, z forward; NaN for frames without an estimate.
     """
     if not len(commanded) or (commanded - commanded[0]).norm(dim=1).max() < LEAST_BASELINE_M:
         return None

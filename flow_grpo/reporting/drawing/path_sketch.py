@@ -35,11 +35,9 @@ def flat_path(poses: Tensor) -> tuple[str, list[Point]]:
 
 
 def sketch(poses: Tensor, size: int) -> list[Image.Image]:
-    """Return T square pictures of `size` pixels, transparent: the path, its frames as dots, each frame's one marked.
+    """Return T square pictures, transparent: the path (T, 4, 4), its frames as dots, each frame's one marked.
 
-    Args:
-        poses: (T, 4, 4) camera-to-world in metres.
-        size: pixels of a side, at least 90 for legible words.
+    They have `size` pixels a side, at least 90 for legible words.
     """
     name, points = flat_path(poses)
     lettering = font(size // 9)
@@ -65,7 +63,7 @@ def sketch(poses: Tensor, size: int) -> list[Image.Image]:
 
 
 def _fitted(points: list[Point], size: int, top: int) -> list[Point]:
-    """Return the points in pixels: the path fills the square below `top`, except a margin; one scale for both axes."""
+    # In pixels: the path fills the square below `top`, except a margin, at one scale for both axes.
     margin = size / 10
     low = [min(column) for column in zip(*points, strict=True)]
     high = [max(column) for column in zip(*points, strict=True)]

@@ -13,11 +13,8 @@ from flow_grpo.runtime.atomic_file import atomic_path
 def draw_steps(sigmas: Sequence[float], steps: Sequence[Mapping[str, float]], path: Path) -> None:
     """Write a PNG: the noise levels of the whole rollout with the noise of its stochastic steps, and their gains.
 
-    Args:
-        sigmas: (S + 1,) noise levels, from 1 down to 0.
-        steps: for each stochastic step its index `step` and `std`, `excess`, `gain` and `weight`, which
-            `flow_grpo.preflight.doctor.schedule.Step` explains.
-        path: the PNG file, replaced atomically.
+    `sigmas` are the (S + 1,) noise levels, from 1 down to 0; a step has the fields of
+    `flow_grpo.preflight.doctor.schedule.Step`.
     """
     places, std, excess, gain, weight = (
         [step[name] for step in steps] for name in ("step", "std", "excess", "gain", "weight")

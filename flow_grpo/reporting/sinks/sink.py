@@ -15,18 +15,12 @@ PROJECT = "flow_grpo"  # that runs are filed under, unless the tracker's own env
 
 @dataclasses.dataclass(frozen=True)
 class Opening:
-    """What a tracker is opened with.
+    """What a tracker is opened with."""
 
-    Attributes:
-        folder: folder of the run, whose name is the run's; everything a tracker writes lies inside.
-        config: the whole configuration, nested.
-        resumed_step: step of the checkpoint the run resumes from, or None.
-        direction: 1 where more of a held-out metric `eval/...` is better, -1 where less is, 0 where that is not known.
-    """
-
-    folder: Path
-    config: Mapping[str, Any]
-    resumed_step: int | None = None
+    folder: Path  # folder of the run, whose name is the run's; everything a tracker writes lies inside
+    config: Mapping[str, Any]  # the whole configuration, nested
+    resumed_step: int | None = None  # step of the checkpoint the run resumes from, or None
+    # 1 where more of a held-out metric `eval/...` is better, -1 where less is, 0 where that is not known
     direction: Callable[[str], int] = lambda _: 0
 
     def run_id(self, library: str) -> str:
