@@ -104,7 +104,10 @@ def panel_of_metric(runs: Sequence[Rows], name: str, direction: Direction) -> Ep
 
 
 def worth_a_panel(names: Iterable[str], deciding: Deciding) -> list[str]:
-    """Return the held-out metrics `eval/...` to draw: those that decide, but one measure of the distance in pixels."""
+    """Return the held-out metrics `eval/...` to draw: those that decide the verdict.
+
+    Other measures of the distance from the true view are left out where its PSNR is among them.
+    """
     found = deciding([name for name in names if not name.endswith("_valid")])
     return [name for name in found if not (_PSNR in found and name in _SHOWN_BY)]
 
@@ -162,7 +165,11 @@ def _draw_metric(axes: Any, runs: Sequence[Rows], name: str) -> None:
             continue
         if alone:
             colour = ORANGE if held_out else BLUE
-        low, high, meaning = _interval(rows, name) if held_out else _spread(rows, name)
+        if held_out:
+            low, high, meaning = *_interval(rows, name), "95 % interval of the change"
+        else:
+            spread = values_at(rows, steps, name.removesuffix("mean") + "group_std")
+            low, high, meaning = values - spread, values + spread, "± group std"
         if np.isfinite(low).any() and len(runs) <= _MOST_BANDS:
             axes.fill_between(steps, low, high, color=colour, alpha=0.16, lw=0, label=meaning if alone else None)
         if held_out:
@@ -182,17 +189,11 @@ def _draw_metric(axes: Any, runs: Sequence[Rows], name: str) -> None:
         axes.legend(loc="best")
 
 
-def _spread(rows: Rows, name: str) -> tuple[NDArray[Any], NDArray[Any], str]:
-    steps, means = points(rows, name)
-    spread = values_at(rows, steps, name.removesuffix("mean") + "group_std")
-    return means - spread, means + spread, "± group std"
-
-
-def _interval(rows: Rows, name: str) -> tuple[NDArray[Any], NDArray[Any], str]:
+def _interval(rows: Rows, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
     # Of a held-out metric's change, on top of the value before training.
     steps, values = points(rows, name)
     change = name.replace("eval/", "eval_change/", 1)
     middle, low, high = (values_at(rows, steps, f"{change}{end}") for end in ("", "_low", "_high"))
     if np.isfinite(middle).any() and math.isnan(middle[0]):  # the evaluation before training, where the change is 0
         middle[0] = low[0] = high[0] = 0.0
-    return values - middle + low, values - middle + high, "95 % interval of the change"
+    return values - middle + low, values - middle + high
