@@ -106,15 +106,9 @@ class Gallery:
         labelled = [dataclasses.replace(panel, note=notes.get(panel.name, "")) for panel in panels]
         video, boxes = draw_labelled(labelled, clip.lines(scores), clip.commanded)
         write_video(file, video, rate(video.shape[1]))
-        line = {
-            "file": file.name,
-            "kind": kind,
-            "step": step,
-            **clip.of,
-            "panels": [dataclasses.asdict(box) for box in boxes],
-        }
-        line |= {"scores": clip.scores, "before": {name: scores[name] for name in clip.scores if name in scores}}
-        line |= {"caption": clip.caption}
+        line = {"file": file.name, "kind": kind, "step": step, **clip.of}
+        line |= {"panels": [dataclasses.asdict(box) for box in boxes], "scores": clip.scores}
+        line |= {"before": {name: scores[name] for name in clip.scores if name in scores}, "caption": clip.caption}
         if clip.commanded is not None and clip.estimated is not None:
             centres = clip.estimated[:, :3, 3]
             known = centres.isfinite().all(dim=1).tolist()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flow_grpo.maths.poses import PRESETS, pose, preset_path, rotation_matrix
+from flow_grpo.maths.poses import PRESETS, preset_path
 from flow_grpo.rewards.camera.pose import (
     PoseErrors,
     PoseMeasurer,
@@ -17,18 +17,12 @@ from flow_grpo.rewards.camera.pose import (
     translation_value,
 )
 from flow_grpo.rewards.camera.smooth import MOVE_NOISE_M, TURN_NOISE_DEG, Smooth, unsteadiness
+from tests.rewards.test_pose import shifted as path
 from tests.textured_room import condition, film, shoot, source_path
 from tests.tricks import along
 
 SIZE, FRAMES = (120, 208), 5
 SMOOTH = Smooth(PoseMeasurer())
-
-
-def path(turn_deg: list[float], metres: list[float]) -> Tensor:
-    """Return poses (T, 4, 4) turned about y and moved along x."""
-    turns = torch.tensor([[0.0, degrees, 0.0] for degrees in turn_deg], dtype=torch.float64).deg2rad()
-    moves = torch.tensor([[x, 0.0, 0.0] for x in metres], dtype=torch.float64)
-    return pose(rotation_matrix(turns), moves)
 
 
 def compared(commanded: Tensor, seen: Tensor, lost: tuple[int, ...] = (), unseen: tuple[int, ...] = ()) -> PoseErrors:
