@@ -164,6 +164,6 @@ def test_what_cannot_be_compared_is_masked_alone_with_its_cause(tmp_path):
     assert "not the JSON form of a room" in result.causes[2]
     assert result.causes[3] == ""
     assert result.info["rot_err_deg"][:3].isnan().all() and result.info["rot_err_deg"][3] < 2
-    result = RoomPose(tmp_path)(SHORT.videos, conditions(SHORT))
+    result = RoomPose(tmp_path / "no rooms")(SHORT.videos, conditions(SHORT))
     assert not result.valid.any()
     assert set(result.info) == set(RoomPose.measures)
