@@ -174,12 +174,12 @@ def _checked(reward: Reward, result: RewardResult, count: int) -> RewardResult:
         raise ValueError(f"results have shapes {sorted(shapes)} and {len(result.causes)} causes, must be ({count},)")
     if set(result.info) != set(reward.measures):
         raise ValueError(f"info holds {sorted(result.info)}, must hold {sorted(reward.measures)} as declared")
-    broken = result.valid & ~result.values.isfinite()
-    valid, causes = result.valid & ~broken, list(result.causes)
-    for row in broken.nonzero().flatten().tolist():
+    unusable = result.valid & ~result.values.isfinite()
+    valid, causes = result.valid & ~unusable, list(result.causes)
+    for row in unusable.nonzero().flatten().tolist():
         causes[row] = f"value is {result.values[row].item()}"
     values = result.values.masked_fill(~valid, torch.nan)
-    return RewardResult(values, valid, tuple(causes), result.info, result.faults | broken)
+    return RewardResult(values, valid, tuple(causes), result.info, result.faults | unusable)
 
 
 def try_rewards(rewards: RewardSet, condition: Condition) -> None:

@@ -1,4 +1,4 @@
-"""Plot a run's curves: what held-out conditions say, the rewards in use, and the run's health."""
+"""Plot a run's curves: held-out metrics, the rewards in use, and the run's health."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def _draw_metric(axes: Any, runs: Sequence[Rows], name: str) -> None:
             axes.plot(steps, means, color=colour, label="running mean" if alone else None)
     floors = [points(rows, name.replace("eval/", "eval_floor/", 1))[1] for rows in runs if held_out]
     for floor in [floor for floor in floors if len(floor)][:1]:
-        axes.axhline(floor[-1], color=GREY, ls="--", lw=1.2, label="floor: the judge on true videos")
+        axes.axhline(floor[-1], color=GREY, ls="--", lw=1.2, label="floor: the estimator on true videos")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="best")
 

@@ -91,7 +91,7 @@ def estimate_poses(videos: Tensor, viewpoints: Viewpoints) -> RoomPoses:
 
 
 class RoomPose:
-    """Closeness of the camera to its command: an optional reward, and the tiny world's gold metric.
+    """Closeness of the camera to its command: an optional reward, and the tiny world's reference metric.
 
     value = -mean_i min(d_i, 2 m) / 1 m - mean_i min(theta_i, 45 deg) / 45 deg over frames i, with d_i the distance of
     camera centres and theta_i the rotation error. A frame is lost if no pose explains half its variance; it scores
