@@ -146,7 +146,8 @@ class Tracker:
 
     def _draw_curves(self, step: int) -> None:
         path, rows = self._folder / CURVES, {step: dict(row) for step, row in self._files.rows.items()}
-        draw = functools.partial(plots.draw_curves, rows, path, self._folder.name, self.direction, self.deciding)
+        title, direction, deciding = self._folder.name, self.direction, self.deciding
+        draw = functools.partial(plots.draw_curves, rows, path, title=title, direction=direction, deciding=deciding)
         self.log_file("eval/curves", path, draw, "rewards and held-out metrics", step)
 
     def _open(self, name: str, opening: Opening) -> None:

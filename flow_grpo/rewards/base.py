@@ -118,7 +118,8 @@ class RewardSet:
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Return reward name -> statistics of its requests since the last call, for rewards computed by a server."""
-        return {reward.name: reward.stats() for reward in self.rewards if isinstance(reward, RemoteReward)}
+        asked = {reward.name: getattr(reward, "stats", None) for reward in self.rewards}
+        return {name: stats() for name, stats in asked.items() if stats is not None}
 
     def served(self) -> dict[str, str]:
         """Return reward name -> model and version, for rewards computed by a server that has answered."""
