@@ -22,7 +22,7 @@ from flow_grpo.cost.footprint import Footprint, footprint, forward_flops
 from flow_grpo.models.fake_policy import transformer_config
 from flow_grpo.models.registry import is_video_model, video_model
 from flow_grpo.runtime.device import DTYPES
-from flow_grpo.runtime.ranks.sent_bytes import gradient_bytes
+from flow_grpo.runtime.ranks.sharding import gradient_bytes
 from flow_grpo.settings.objectives import traits_of, window_length
 from flow_grpo.settings.sampling import sampling_of
 from flow_grpo.settings.schema import Config, ModelConfig

@@ -47,7 +47,6 @@ from flow_grpo.runtime.checkpoints.run_lock import RunLock
 from flow_grpo.runtime.clock import Ledger
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import InputError, RankError, World
-from flow_grpo.runtime.ranks.sent_bytes import sent_metrics
 from flow_grpo.runtime.ranks.start_up import refuse
 from flow_grpo.runtime.signals import EndRequest
 from flow_grpo.settings.errors import RunStoppedError
@@ -277,7 +276,7 @@ class Trainer:
         if operations:
             rate = operations / self.world.all.size / seconds
             self.metrics |= {"system/tflops_per_device": rate / 1e12, "system/mfu": rate / self.forwards.rate}
-        self.metrics |= self.updater.learning_rates() | sent_metrics(self.world)
+        self.metrics |= self.updater.learning_rates() | self.world.sent_metrics()
         with self.world.sync_errors("logging"):
             self.tracker.log(self.metrics, step)
             if every and step % every == 0 and self.world.is_main:

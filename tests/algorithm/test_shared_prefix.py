@@ -9,8 +9,8 @@ import torch
 
 from flow_grpo.records import Samples
 from flow_grpo.runtime.clock import Clock
+from flow_grpo.runtime.ranks.exchange import owners
 from flow_grpo.runtime.ranks.process_group import World
-from flow_grpo.runtime.ranks.sharing import owners
 from tests.toy import SIGMAS, ToyPolicy, collector
 from tests.workers import run_ranks
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 from pathlib import Path
 
 import pytest
@@ -293,12 +292,6 @@ def test_an_error_of_a_single_process_is_raised_unchanged_and_ends_its_watchdog(
         raise error
     assert caught.value is error
     assert not any(thread.name == "heartbeat" for thread in threading.enumerate())
-
-
-def test_the_device_timeout_is_at_least_the_control_timeout() -> None:
-    timeouts, npu = process_group.Timeouts(control_s=3600.0, device_s=7200.0), types.SimpleNamespace(type="npu")
-    assert (timeouts.group_s(CPU), timeouts.group_s(npu)) == (3600.0, 7200.0)
-    assert process_group.Timeouts(control_s=3600.0, device_s=60.0).group_s(npu) == 3600.0
 
 
 def group_facts(world: World) -> tuple[bool, str, float, float, str]:

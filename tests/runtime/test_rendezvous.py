@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from flow_grpo.runtime.ranks.rendezvous import join_attempt, mark_started
+from flow_grpo.runtime.ranks.rendezvous import STARTED, join_attempt
 
 
 def attempt(store: dist.Store, world_size: int) -> list[tuple[str, bool]]:
@@ -25,7 +25,7 @@ def test_every_attempt_has_its_own_id_and_knows_whether_an_earlier_one_had_start
         assert len(set(ranks)) == 1
         attempts.append(ranks[0])
         if len(attempts) == 2:
-            mark_started(store)
+            store.set(STARTED, "")
     assert len({name for name, _ in attempts}) == 3
     assert [restarted for _, restarted in attempts] == [False, False, True]
 

@@ -56,8 +56,8 @@ def train(policy: WanPolicy, world: World, kind: str = "ddp", steps: int = 3) ->
     for _ in range(steps):
         for row in rows:
             one = slice(row, row + 1)
-            with averaging_gradients(policy.module, now=row == rows[-1]) as backward:
-                backward(policy.velocity(latents[one], sigma[one], encoded.rows(one)).square().sum())
+            with averaging_gradients(policy.module, now=row == rows[-1]):
+                policy.velocity(latents[one], sigma[one], encoded.rows(one)).square().sum().backward()
         if world.data.size == 1:
             for parameter in policy.trained_parameters():
                 parameter.grad /= 2  # two ranks average their sums
@@ -189,8 +189,8 @@ def gradients_between_passes(world: World) -> list[bool]:
     policy = made("attention")
     policy.module = parallelize(policy.module, "fsdp2", CPU, world)
     encoded, arguments = policy.encode([condition(0)]), noisy(policy, [condition(0)])
-    with averaging_gradients(policy.module, now=False) as backward:
-        backward(policy.velocity(*arguments, encoded).square().mean())
+    with averaging_gradients(policy.module, now=False):
+        policy.velocity(*arguments, encoded).square().mean().backward()
     return [local(p.grad).numel() == local(p).numel() for p in policy.trained_parameters() if p.grad is not None]
 
 

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 
 from flow_grpo.models.policy import Policy, SharesEncodings
 from flow_grpo.records import Condition
+from flow_grpo.runtime.ranks.exchange import hand_out, owners
 from flow_grpo.runtime.ranks.process_group import Group
-from flow_grpo.runtime.ranks.sharing import hand_out, owners
 
 
 def share_encodings(

@@ -15,8 +15,8 @@ from flow_grpo.algorithm.rollout.batching import full_batches
 from flow_grpo.algorithm.rollout.denoise import initial_noise, prefix, window_rows
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, Conditioning
+from flow_grpo.runtime.ranks.exchange import hand_out, owners
 from flow_grpo.runtime.ranks.process_group import Group
-from flow_grpo.runtime.ranks.sharing import hand_out, owners
 from flow_grpo.settings.sampling import Sampling
 
 Batch = tuple[tuple[Condition, ...], Conditioning]

@@ -20,8 +20,7 @@ from flow_grpo.models.policy import Policy
 from flow_grpo.records import Samples, TrainingBatch
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.process_group import RankError, World
-from flow_grpo.runtime.ranks.sent_bytes import gradient_bytes
-from flow_grpo.runtime.ranks.sharding import averaging_gradients, take_step
+from flow_grpo.runtime.ranks.sharding import averaging_gradients, gradient_bytes, take_step
 from flow_grpo.settings.schema import Config
 
 logger = logging.getLogger(__name__)
@@ -187,11 +186,11 @@ class Updater:
             passes = self.objective.passes(micro)
             for number in range(passes):
                 last = positions is step[-1] and number == passes - 1
-                with averaging_gradients(self.policy.module, now=last) as backward:
+                with averaging_gradients(self.policy.module, now=last):
                     loss = self.objective.loss(micro, known, number)
                     assert micro.weights is not None
                     weight = micro.weights.to(loss.terms.per_sample, non_blocking=True) * (scale / passes)
-                    backward((loss.terms.per_sample * weight).sum() * loss.scale)
+                    ((loss.terms.per_sample * weight).sum() * loss.scale).backward()
                 stats.add(loss.terms, weight / self.world.data.size, loss.drift if before_any_update else None)
                 replayed.append((number, micro.keys[:, 0]))
                 self.on_pass()

@@ -63,10 +63,10 @@ class ContextParallel:
             self._mates_group = _own_group(teams.mT.flatten(0, 1), self._timeout_s)
 
     def share(self, patches: int) -> Share:
-        """Return how the patches of a frame are shared: evenly, the first ranks having one more where need be.
+        """Share the patches of a frame evenly, the first ranks having one more where need be.
 
         Raises:
-            ValueError: there are fewer than ranks.
+            ValueError: there are fewer patches than ranks.
         """
         if patches < self.size:
             raise ValueError(
@@ -75,22 +75,18 @@ class ContextParallel:
             )
         return Share(self, tuple((patches + rank) // self.size for rank in reversed(range(self.size))))
 
-    def gather(self, x: Tensor, patches: Sequence[int]) -> list[Tensor]:
-        """Return the (B, tokens, ...) of every rank, of each rank's; `patches` are of a frame on every rank."""
-        return self._collect(x, patches, self.ranks.rank, self._group)
-
-    def gather_teams(self, x: Tensor, patches: Sequence[int]) -> list[Tensor]:
-        """Return the (B, tokens, ...) of every team, of this one's; `patches` are of a frame in every team."""
-        return self._collect(x, patches, self.ranks.rank // self.team, self._mates_group)
-
-    def exchange(self, outgoing: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
-        """Return flat tensors of these lengths, one of each member of the team, for one of any shape to each."""
-        return self._exchange(outgoing, lengths, self._team_group)
-
-    def _collect(self, x: Tensor, patches: Sequence[int], own: int, group: DeviceGroup) -> list[Tensor]:
+    def gather(self, x: Tensor, patches: Sequence[int], *, teams: bool = False) -> list[Tensor]:
+        """Gather (B, tokens, ...) of every rank, or of every team; each has so many `patches` of a frame."""
+        own, group = self.ranks.rank, self._group
+        if teams:
+            own, group = own // self.team, self._mates_group
         frames, token = x.shape[1] // patches[own], len(x) * math.prod(x.shape[2:])
         parts = self._exchange([x] * len(patches), [frames * count * token for count in patches], group)
         return [part.view(len(x), -1, *x.shape[2:]) for part in parts]
+
+    def exchange(self, outgoing: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+        """Send each member of the team a tensor of any shape; receive a flat one of these lengths from each."""
+        return self._exchange(outgoing, lengths, self._team_group)
 
     def _exchange(self, outgoing: Sequence[Tensor], lengths: Sequence[int], group: DeviceGroup) -> list[Tensor]:
         joined = torch.cat([part.flatten() for part in outgoing])
@@ -142,7 +138,7 @@ class Share:
         return self.patches[self.context.ranks.rank]
 
     def cut(self, x: Tensor) -> Tensor:
-        """Return this rank's (B, s, ...) of all tokens (B, S, ...)."""
+        """Cut this rank's (B, s, ...) out of all tokens (B, S, ...)."""
         if self.context.size == 1:
             return x
         before = sum(self.patches[: self.context.ranks.rank])
@@ -150,14 +146,14 @@ class Share:
         return frames.narrow(2, before, self.own).flatten(1, 2)
 
     def join(self, x: Tensor) -> Tensor:
-        """Return all tokens (B, S, ...) of this rank's (B, s, ...); the inverse of `cut`."""
+        """Gather all tokens (B, S, ...) from each rank's (B, s, ...); the inverse of `cut`."""
         if self.context.size == 1:
             return x
         parts = zip(self.context.gather(x, self.patches), self.patches, strict=True)
         return torch.cat([part.unflatten(1, (-1, patches)) for part, patches in parts], dim=2).flatten(1, 2)
 
     def to_heads(self, x: Tensor) -> Tensor:
-        """Return the team's tokens for own heads (B, t, H / team, d), of own tokens for all heads (B, s, H, d)."""
+        """Exchange own tokens for all heads (B, s, H, d) for the team's, for own heads (B, t, H / team, d)."""
         if self.context.team == 1:
             return x
         outgoing = rearrange(x, "b s (team h) d -> team b s h d", team=self.context.team)
@@ -166,15 +162,15 @@ class Share:
         return torch.cat([part.view(len(x), -1, *outgoing.shape[3:]) for part in parts], dim=1)
 
     def to_keys(self, x: Tensor) -> Tensor:
-        """Return all tokens for own heads (B, S, H / team, d), in an order of teams and ranks, of (B, s, H, d)."""
+        """Exchange (B, s, H, d) for all tokens for own heads (B, S, H / team, d), ordered by team and rank."""
         x, size = self.to_heads(x), self.context.team
         if size == self.context.size:
             return x
         teams = [sum(self.patches[first : first + size]) for first in range(0, self.context.size, size)]
-        return torch.cat(self.context.gather_teams(x, teams), dim=1)
+        return torch.cat(self.context.gather(x, teams, teams=True), dim=1)
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """Return own tokens for all heads (B, s, H, d) of (B, t, H / team, d); the inverse of `to_heads`."""
+        """Exchange (B, t, H / team, d) for own tokens for all heads (B, s, H, d); the inverse of `to_heads`."""
         if self.context.team == 1:
             return x
         team = self._of_team()
@@ -185,7 +181,7 @@ class Share:
         return torch.cat([part.view(shape) for part in parts], dim=2)
 
     def _of_team(self) -> tuple[int, ...]:
-        """Return how many patches of a frame the members of this rank's team have."""
+        # Patches of a frame on each member of this rank's team.
         size = self.context.team
         first = self.context.ranks.rank // size * size
         return self.patches[first : first + size]
@@ -200,7 +196,7 @@ def share_samples(world: World, size: int, device: torch.device) -> tuple[World,
         device: this rank's.
 
     Returns:
-        The world, with its groups `data` and `sample`; and the latter for tensors on the device.
+        The world with its groups `data` and `sample`, and `sample` for tensors on the device.
     """
     if size == 1:
         return world, ContextParallel()
@@ -208,20 +204,15 @@ def share_samples(world: World, size: int, device: torch.device) -> tuple[World,
     members = torch.arange(everyone.size).view(-1, size)
     gloo = _own_group(members, timeouts.control_s, "gloo")
     sample = dataclasses.replace(everyone, rank=everyone.rank % size, size=size, gloo=gloo)
-    data = dataclasses.replace(
-        everyone,
-        rank=everyone.rank // size,
-        size=len(members),
-        gloo=_own_group(members.T, timeouts.control_s, "gloo"),
-    )
+    gloo_data = _own_group(members.T, timeouts.control_s, "gloo")
+    data = dataclasses.replace(everyone, rank=everyone.rank // size, size=len(members), gloo=gloo_data)
     device_group = gloo if device.type == "cpu" else _own_group(members, timeouts.device_s)
-    return dataclasses.replace(world, data=data, sample=sample), ContextParallel(
-        sample, device_group, timeouts.device_s
-    )
+    context = ContextParallel(sample, device_group, timeouts.device_s)
+    return dataclasses.replace(world, data=data, sample=sample), context
 
 
 def _own_group(members: Tensor, timeout_s: float, backend: str | None = None) -> DeviceGroup:
-    """Return the group that this rank is in, of those that rows of `members` name (collective call)."""
+    # A group for each row of `members`, this rank's is returned (collective call).
     timeout = datetime.timedelta(seconds=timeout_s)
     own: DeviceGroup
     own, _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=timeout, backend=backend)

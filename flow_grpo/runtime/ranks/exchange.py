@@ -1,4 +1,4 @@
-"""Move a few samples between group, tensor by tensor, in CPU memory.
+"""Move samples between ranks, and hand what one rank has made to the others that need it.
 
 Rows are sent point to point as bytes over the gloo control group, without gathering or pickling. Object collectives
 would copy every row to every rank several times and restore device tensors on the sender's device.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,16 +17,18 @@ from torch import Tensor
 
 from flow_grpo.runtime.ranks.process_group import Group
 
+Key = TypeVar("Key", int, str)
+
 
 def exchange_rows(
     tensors: Mapping[str, Tensor], send: Sequence[Sequence[int]], receive: Sequence[int], group: Group
 ) -> tuple[dict[str, Tensor], int]:
-    """Send rows to other ranks; return the received rows in order of source rank, and the bytes of one row.
+    """Send rows; return those received, in order of source rank, and the bytes of one row.
 
     Collective call: every rank must call it, even with nothing to send or receive.
 
     Args:
-        tensors: name -> (n, ...) CPU tensors, with the same names, dtypes and row shapes on every rank that has any; a
+        tensors: name -> (n, ...) CPU tensors, with the same names, dtypes and row shapes on every rank that has any. A
             rank without rows passes an empty mapping and learns shapes and dtypes from the others.
         send: per destination rank, the indices of the rows to send there.
         receive: per source rank, the number of rows to expect from there.
@@ -40,7 +43,7 @@ def exchange_rows(
     for name, (shape, dtype) in row_types.items():
         # One tensor at a time: only the rows that move are copied, and freed before the next tensor.
         outgoing = _bytes(tensors[name], [row for rows in send for row in rows]) if tensors else torch.empty(0)
-        row_bytes = _row_bytes(shape, dtype)
+        row_bytes = math.prod(shape) * dtype.itemsize
         group.sent["rows"] += row_bytes * (sum(map(len, send)) - len(send[group.rank]))
         incoming = torch.empty(sum(receive) * row_bytes, dtype=torch.uint8)
         if group.gloo is not None:
@@ -53,13 +56,13 @@ def exchange_rows(
                     group=group.gloo,
                 )
         received[name] = incoming.view(dtype).view(sum(receive), *shape)
-    return received, sum(_row_bytes(*row_type) for row_type in row_types.values())
+    return received, sum(math.prod(shape) * dtype.itemsize for shape, dtype in row_types.values())
 
 
 def _agreed_row_types(
     tensors: Mapping[str, Tensor], group: Group, *, sends: bool
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return name -> (row shape, dtype), sorted by name, which is the order of the collectives."""
+    # Sorted by name, which is the order of the collectives.
     own = [(name, list(t.shape[1:]), str(t.dtype), t.device.type) for name, t in sorted(tensors.items())]
     texts = [text for text in group.gather_text(json.dumps(own) if own or sends else "") if text]
     agreed = json.loads(texts[0]) if texts else []
@@ -76,5 +79,53 @@ def _bytes(tensor: Tensor, rows: Sequence[int]) -> Tensor:
     return picked.contiguous().view(-1).view(torch.uint8)
 
 
-def _row_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return math.prod(shape) * dtype.itemsize
+def owners(wanted: Sequence[Sequence[Key]], cost: Callable[[Key], float] = lambda _: 1.0) -> dict[Key, int]:
+    """Choose which rank makes each thing, one that needs it; keys ascend, equal on every rank.
+
+    Args:
+        wanted: per rank, the keys of what it needs.
+        cost: cost of making one; expensive ones are dealt first, each to the rank with the least so far.
+    """
+    holders: dict[Key, list[int]] = {}
+    for rank, own in enumerate(wanted):
+        for key in dict.fromkeys(own):
+            holders.setdefault(key, []).append(rank)
+    load = [0.0] * len(wanted)
+    found = {}
+    for key in sorted(holders, key=lambda key: (-cost(key), key)):
+        found[key] = min(holders[key], key=lambda rank: load[rank])
+        load[found[key]] += cost(key)
+    return dict(sorted(found.items()))
+
+
+def hand_out(
+    own: Mapping[Key, Tensor], owner: Mapping[Key, int], wanted: Sequence[Sequence[Key]], group: Group
+) -> dict[Key, Tensor]:
+    """Send what others need of this rank's, return what it needs of theirs (collective call).
+
+    Args:
+        own: key -> tensor in fp32 that this rank has made; shapes may differ.
+        owner: from `owners`.
+        wanted: as there.
+        group: who takes part.
+    """
+    made_here = [list(own[key].shape) for key in owner if key in own]
+    shapes = [iter(json.loads(text)) for text in group.gather_text(json.dumps(made_here))]
+    shape = {key: tuple(next(shapes[rank])) for key, rank in owner.items()}
+    needed = [set(keys) for keys in wanted]
+    found: dict[Key, Tensor] = {}
+    for one in sorted(set(shape.values())):
+        keys = [key for key in owner if shape[key] == one]
+        held = [key for key in keys if key in own]
+        send = [
+            [row for row, key in enumerate(held) if key in needs] if rank != group.rank else []
+            for rank, needs in enumerate(needed)
+        ]
+        coming = [key for key in keys if owner[key] != group.rank and key in needed[group.rank]]
+        coming.sort(key=lambda key: owner[key])  # stable: of one rank they come in its order
+        receive = [sum(owner[key] == rank for key in coming) for rank in range(group.size)]
+        tensors = {"made": torch.stack([own[key] for key in held]).cpu()} if held else {}
+        received, _ = exchange_rows(tensors, send, receive, group)
+        if coming:
+            found |= dict(zip(coming, received["made"], strict=True))
+    return found

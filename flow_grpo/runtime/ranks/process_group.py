@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from flow_grpo.runtime import device as device_api
-from flow_grpo.runtime.ranks.rendezvous import RENDEZVOUS_S, join_attempt, mark_started
+from flow_grpo.runtime.ranks.rendezvous import RENDEZVOUS_S, STARTED, join_attempt
 from flow_grpo.runtime.ranks.watchdog import Heartbeat
 from flow_grpo.settings.errors import RunStoppedError
 
+SENT_KINDS = ("gradients", "weights", "tokens", "rows", "control")  # of `Group.sent`
 LAUNCHER_S = 10.0  # for a running launcher's store to answer
 _QUOTED = 80  # characters of each rank's text in an error
 
@@ -59,7 +60,7 @@ class Timeouts:
     silent_s: float = 1800.0
 
     def group_s(self, device: torch.device) -> float:
-        """Return the timeout of the default process group, whose collectives run on `device`."""
+        """Timeout of the default process group, whose collectives run on `device`."""
         return self.control_s if device.type == "cpu" else max(self.device_s, self.control_s)
 
 
@@ -82,10 +83,9 @@ class Group:
     sent: Counter[str] = dataclasses.field(default_factory=Counter, compare=False)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return the (size*n, ...) rows of all ranks in rank order, bit for bit, from each rank's (n, ...) CPU tensor.
+        """Gather (n, ...) CPU rows of all ranks, in rank order and bit for bit, to (size*n, ...) (collective call).
 
-        Collective call. Shape and dtype must be the same on every rank; they are compared first, because gloo aborts
-        the process on a mismatch.
+        Shape and dtype must be the same on every rank. They are compared first: gloo aborts the process on a mismatch.
 
         Raises:
             ValueError: on every rank, if shapes or dtypes differ, or a tensor is not on the CPU or is 0-dimensional.
@@ -103,7 +103,7 @@ class Group:
         return rows.view(tensor.dtype).view(self.size * tensor.shape[0], *tensor.shape[1:])
 
     def gather_text(self, text: str) -> list[str]:
-        """Return every rank's text, of any length, in rank order. Collective call."""
+        """Gather every rank's text, of any length, in rank order. Collective call."""
         if self.gloo is None:
             return [text]
         encoded = text.encode(errors="backslashreplace")  # file names may not be valid UTF-8
@@ -126,11 +126,10 @@ class Group:
             )
 
     def waiting_for_peers(self) -> AbstractContextManager[None]:
-        """Return a context for blocking collectives: the watchdog then looks for the hanging rank elsewhere."""
+        """Context for blocking collectives: the watchdog then looks for the hanging rank elsewhere."""
         return contextlib.nullcontext() if self.heartbeat is None else self.heartbeat.waiting_for_peers()
 
     def _gather_equal(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of all ranks, which must have the same shape, concatenated."""
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         self.sent["control"] += tensor.nbytes * (self.size - 1)
         with self.waiting_for_peers():
@@ -165,7 +164,7 @@ class World:
 
     @classmethod
     def of(cls, group: Group) -> World:
-        """Return a world in which no rank shares samples."""
+        """Make a world in which no rank shares samples."""
         return cls(all=group, data=group)
 
     @property
@@ -183,28 +182,28 @@ class World:
         """Whether this is the run's rank 0, which prints, logs and publishes."""
         return self.all.rank == 0
 
+    def sent_metrics(self) -> dict[str, float]:
+        """`system/sent_<kind>_gib` of what ranks have sent, on average over ranks (collective call)."""
+        own = torch.tensor([[float(self.sent[kind]) for kind in SENT_KINDS]])
+        mean = self.all.all_gather(own).mean(dim=0).tolist()
+        return {f"system/sent_{kind}_gib": count / 2**30 for kind, count in zip(SENT_KINDS, mean, strict=True) if count}
+
     def dealt_rows(self, number: int, count: int) -> slice:
-        """Return which of a batch's rows are this rank's where one of the ranks with a sample is enough.
+        """Choose this rank's of the `count` rows of batch `number`, where one of the ranks with a sample is enough.
 
         Batches of equal size are dealt row by row, one after the other: numbers of rows differ by at most one between
         ranks. The rows that a rank gets of a batch are consecutive, and in the order of the ranks.
-
-        Args:
-            number: number of the batch.
-            count: number of its rows.
         """
         owners = sorted((number * count + row) % self.sample.size for row in range(count))
         first = sum(owner < self.sample.rank for owner in owners)
         return slice(first, first + owners.count(self.sample.rank))
 
     def broadcast_text(self, text: str) -> str:
-        """Return the run's rank 0's text on every rank; the argument of the others is ignored. Collective call."""
+        """Send the text of the run's rank 0 to every rank; that of the others is ignored. Collective call."""
         return self.all.gather_text(text if self.is_main else "")[0]
 
     def raise_if_any_failed(self, error: BaseException | None, phase: str) -> None:
-        """Raise on every rank if any rank passes an error, else return. Collective call, once at the end of a phase.
-
-        It also serves as a barrier.
+        """Raise on every rank if any rank passes an error. Collective call at the end of a phase, and a barrier.
 
         Raises:
             InputError: all errors are InputErrors; their messages, each once.
@@ -227,10 +226,8 @@ class World:
 
     @contextlib.contextmanager
     def _announced(self, error: BaseException | None) -> Iterator[None]:
-        """Publish the error during the block: peers blocked in another collective then exit instead of waiting.
-
-        An InputError is not published: peers may finish their work and save the run.
-        """
+        # Peers blocked in another collective then exit instead of waiting. An InputError is not published: peers may
+        # finish their work and save the run.
         if self.heartbeat is None or error is None or isinstance(error, InputError):
             yield
             return
@@ -294,7 +291,7 @@ class World:
     def mark_started(self) -> None:
         """Record in the launcher's store that start-up succeeded, so that `restarted` is True after a restart."""
         if self.store is not None and self.is_main:
-            mark_started(self.store)
+            self.store.set(STARTED, "")
 
 
 def init_ranks(device: torch.device, timeouts: Timeouts, *, init_method: str = "env://") -> World:
@@ -311,7 +308,9 @@ def init_ranks(device: torch.device, timeouts: Timeouts, *, init_method: str = "
         return World.of(Group(heartbeat=_watchdog(timeouts, HashStore, 0, 1)))
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == world_size:
-        _prefer_loopback()
+        # Over the loopback interface a single node works with an unresolvable host name.
+        for name in [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")][:1]:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     device_api.select(device)
     control_timeout = datetime.timedelta(seconds=timeouts.control_s)
     # We make the store ourselves because the watchdog needs it as well. A launcher's store exists before its ranks: if
@@ -362,7 +361,7 @@ def shut_down(world: World) -> None:
 
 
 def _watchdog(timeouts: Timeouts, store: Callable[[], Store], rank: int, world_size: int) -> Heartbeat | None:
-    """Return this rank's watchdog, or None if it is disabled; a single process has one too, since it may hang."""
+    # A single process has one too, since it may hang.
     if not timeouts.dead_s:
         return None
     return Heartbeat(store(), rank, world_size, dead_s=timeouts.dead_s, silent_s=timeouts.silent_s)
@@ -378,10 +377,3 @@ def _in_words(error: BaseException) -> str:
 
 def _by_rank(values: list[str]) -> str:
     return ", ".join(f"{value[:_QUOTED]} on rank {rank}" for rank, value in enumerate(values))
-
-
-def _prefer_loopback() -> None:
-    """Make gloo use the loopback interface, so that a single node works with an unresolvable host name."""
-    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if names:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])

@@ -10,7 +10,8 @@ all ranks must call the network equally often.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,15 +31,9 @@ if TYPE_CHECKING:
 
 
 def parallelize(module: nn.Module, kind: str, device: torch.device, world: World) -> nn.Module:
-    """Return the module, which is on `device`, wrapped for training on all ranks; in a single process, itself.
+    """Wrap a module, equal on all ranks, for training on them by `kind`, `train.sharding`.
 
     FSDP2 shards each block whose class is named in `module._no_split_modules`.
-
-    Args:
-        module: equal on all ranks.
-        kind: `train.sharding`.
-        device: this rank's.
-        world: all ranks of the run.
     """
     if kind == "ddp" or world.all.size == 1:
         prepared: nn.Module = accelerator(device, world).prepare_model(module)
@@ -53,13 +48,13 @@ def parallelize(module: nn.Module, kind: str, device: torch.device, world: World
 
 
 def accelerator(device: torch.device, world: World) -> Accelerator:
-    """Return an Accelerator for DDP; call after `init_ranks`. It handles neither precision nor gradient accumulation.
+    """Make an Accelerator for DDP, without precision or gradient accumulation; call after `init_ranks`.
 
     Raises:
         RuntimeError: accelerate sees another number of processes, so gradients would not be synchronised, or another
             kind of device, to which it would move the model.
-        ValueError: accelerate is configured to shard weights (FSDP, DeepSpeed): the optimizer, average and checkpoints
-            of this project hold full weights, which would silently become stale.
+        ValueError: accelerate is configured to shard weights (FSDP, DeepSpeed). The optimizer, average and checkpoints
+            here hold full weights, which would silently become stale.
     """
     from accelerate import Accelerator
 
@@ -85,21 +80,18 @@ def accelerator(device: torch.device, world: World) -> Accelerator:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether the weights are sharded over the ranks (FSDP2)."""
+    """Whether the weights are sharded over the ranks (FSDP2)."""
     return isinstance(module, FSDPModule)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the network inside a DDP wrapper, or the module itself."""
+    """Take the network out of a DDP wrapper; any other module is returned."""
     inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
     return inner
 
 
 def on_every_call(module: nn.Module, callback: Callable[[], object]) -> RemovableHandle:
-    """Run `callback` after every forward pass of the network, in rollouts (which bypass the wrapper) and updates.
-
-    The handle that is returned can end it.
-    """
+    """Run `callback` after every forward pass of the network, in rollouts (which bypass the wrapper) and updates."""
 
     def called(*_: object) -> None:
         callback()
@@ -107,30 +99,41 @@ def on_every_call(module: nn.Module, callback: Callable[[], object]) -> Removabl
     return unwrap(module).register_forward_hook(called)
 
 
-@contextlib.contextmanager
-def averaging_gradients(module: nn.Module, *, now: bool) -> Iterator[Callable[[Tensor], object]]:
-    """Context for one forward and backward pass; yields the backward function to call with the loss.
+def averaging_gradients(module: nn.Module, *, now: bool) -> AbstractContextManager[None]:
+    """Context for one forward and backward pass, which averages gradients over ranks if `now`.
 
-    Gradients are averaged over ranks if `now`, in the last pass before a step; before, they may accumulate locally.
+    That is needed in the last pass before a step. In the others gradients may accumulate locally.
     """
     # FSDP2 modules have no `no_sync` and average every pass: locally accumulated gradients would be unsharded.
-    local_only = getattr(module, "no_sync", contextlib.nullcontext)
-    with contextlib.nullcontext() if now else local_only():
-        yield Tensor.backward
+    no_sync: Callable[[], AbstractContextManager[None]] = getattr(module, "no_sync", contextlib.nullcontext)
+    return contextlib.nullcontext() if now else no_sync()
+
+
+def gradient_bytes(sharding: str, trained: int, world_size: int, *, passes: float, steps: float) -> float:
+    """Bytes of gradients that a rank sends along a ring.
+
+    Args:
+        sharding: `train.sharding`.
+        trained: trainable parameters.
+        world_size: number of ranks.
+        passes: backward passes.
+        steps: optimizer steps, before each of which one of the passes averages.
+    """
+    once = 4.0 * trained * (world_size - 1) / world_size
+    if sharding == "ddp":
+        return 2 * once * steps  # ring all-reduce: reduce-scatter and all-gather
+    return once * passes
 
 
 def sent_weights(module: nn.Module) -> float:
-    """Return the bytes of sharded weights that this rank sends when all are gathered once; 0 if they are replicated."""
-    return sum(p.numel() * p.element_size() for p in module.parameters()) * _others() if is_sharded(module) else 0.0
-
-
-def _others() -> float:
-    """Return the share of other ranks in what all hold together."""
-    return 1 - 1 / dist.get_world_size() if dist.is_initialized() else 0.0
+    """Bytes of sharded weights that a rank sends when all are gathered once; 0 if they are replicated."""
+    if not is_sharded(module):
+        return 0.0
+    return sum(p.numel() * p.element_size() for p in module.parameters()) * (1 - 1 / dist.get_world_size())
 
 
 def take_step(optimizer: torch.optim.Optimizer, bound: float) -> Tensor:
-    """Clip the gradient's norm to `bound`, update the weights and zero the gradient; return the norm before clipping.
+    """Clip the gradient's norm to `bound`, step and zero the gradient; return the norm before clipping.
 
     The norm is a scalar identical on every rank. If it is not finite, the weights are unchanged.
     """
@@ -143,19 +146,19 @@ def take_step(optimizer: torch.optim.Optimizer, bound: float) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, sharing its memory, or a plain tensor itself; both detached."""
+    """Take this rank's shard of a DTensor, sharing its memory, or a plain tensor itself; both detached."""
     part: Tensor = tensor.detach()
     return part.to_local() if isinstance(part, DTensor) else part
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a DTensor (collective call), or a plain tensor itself; both detached."""
+    """Gather the full tensor of a DTensor (collective call), or take a plain one itself; both detached."""
     part: Tensor = tensor.detach()
     return part.full_tensor() if isinstance(part, DTensor) else part
 
 
 def part_like(values: Tensor, template: Tensor) -> Tensor:
-    """Return full CPU values on the device and in the dtype and sharding of `template`, which has the same shape."""
+    """Put full CPU values on the device and into the dtype and sharding of `template`, of the same shape."""
     if not isinstance(template, DTensor):
         return values.to(template.device, template.dtype)
     mesh, rank = template.device_mesh, template.device_mesh.get_local_rank()
