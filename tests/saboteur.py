@@ -68,13 +68,13 @@ def broken_gradient() -> None:
 
 def slow_disk() -> None:
     """Let every rank write its part of a checkpoint slowly."""
-    original = state_files.write_copy
+    original = state_files.write
 
     def slowly(*args: Any) -> None:
         time.sleep(2)
         original(*args)
 
-    state_files.write_copy = slowly
+    state_files.write = slowly
 
 
 def die() -> None:

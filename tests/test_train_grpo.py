@@ -273,7 +273,7 @@ def test_a_run_whose_last_evaluation_failed_can_be_resumed(places, tmp_path, mad
 
 
 def test_a_crash_in_the_last_evaluation_does_not_lose_the_checkpoint_that_is_being_written(places, tmp_path):
-    write, evaluate, evaluated = state_files.write_copy, Evaluator.run, []
+    write, evaluate, evaluated = state_files.write, Evaluator.run, []
 
     def slowly(*args):
         time.sleep(1)
@@ -288,7 +288,7 @@ def test_a_crash_in_the_last_evaluation_does_not_lose_the_checkpoint_that_is_bei
     given = words(places, tmp_path, num_epochs=1, checkpoint__every=5)
     with (
         mock.patch.object(Evaluator, "run", once),
-        mock.patch.object(state_files, "write_copy", slowly),
+        mock.patch.object(state_files, "write", slowly),
         pytest.raises(RuntimeError, match="a crash"),
     ):
         train_grpo.main(given)

@@ -21,10 +21,10 @@ from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints import checkpoint, saving
 from flow_grpo.runtime.checkpoints.moments import load_moments, moments_by_place
 from flow_grpo.runtime.checkpoints.saving import Saving
-from flow_grpo.runtime.checkpoints.sharded_state import join_shards, local_shards
+from flow_grpo.runtime.checkpoints.sharded_state import join_shards
 from flow_grpo.runtime.checkpoints.state_files import map_tensors
 from flow_grpo.runtime.ranks.process_group import World
-from flow_grpo.runtime.ranks.sharding import is_sharded, part_like
+from flow_grpo.runtime.ranks.sharding import is_sharded, local, part_like
 from flow_grpo.runtime.tensor_store import weights_key
 from flow_grpo.settings.errors import refusal
 
@@ -117,7 +117,7 @@ class RunState:
             "ema": None if self.ema is None else self.ema.state_dict(),
         }
         if is_sharded(self.module):
-            per_rank["learned"] = local_shards(learned)
+            per_rank["learned"] = map_tensors(learned, lambda _, tensor: local(tensor))
         else:
             state["learned"] = learned
         return saving.begin(

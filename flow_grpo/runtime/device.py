@@ -67,6 +67,7 @@ _DETERMINISTIC_ENVIRONMENT = {
     "cuda": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
     "cpu": {},
 }
+NPU_VARIABLES = (*_NPU_ENVIRONMENT, *_DETERMINISTIC_ENVIRONMENT["npu"], _EXEC, _EVENT)  # all that may be set here
 
 
 def resolve(requested: str = "auto") -> torch.device:
@@ -153,11 +154,6 @@ def hide_plug_in(why: str) -> None:
     """Make torch_npu look not installed to every library that is imported from now on."""
     _hidden["torch_npu"] = why
     sys.modules["torch_npu"] = None  # type: ignore[assignment]  # Python's mark for "do not import"
-
-
-def npu_environment() -> tuple[str, ...]:
-    """Return the names of all environment variables this module may set for an NPU."""
-    return (*_NPU_ENVIRONMENT, *_DETERMINISTIC_ENVIRONMENT["npu"], _EXEC, _EVENT)
 
 
 def setup(device: torch.device, deterministic: bool = False, num_threads: int = 0, collective_s: float = 0.0) -> None:

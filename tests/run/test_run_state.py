@@ -169,7 +169,7 @@ def change(path, name: str, where: str, value: object) -> None:
         del place[last]
     else:
         place[last] = value
-    state_files.write(path / name, tree)
+    state_files.write(path / name, state_files.copied(tree))
     make_fit(path)
 
 

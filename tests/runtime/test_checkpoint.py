@@ -263,13 +263,13 @@ def test_the_manifest_is_written_last_and_all_files_are_flushed_before_the_renam
 
 
 def test_what_is_saved_is_the_state_as_it_was_however_late_it_is_written(tmp_path, monkeypatch) -> None:
-    go_on, write = threading.Event(), state_files.write_copy
+    go_on, write = threading.Event(), state_files.write
 
     def slowly(*given: Any) -> None:
         assert go_on.wait(20)
         write(*given)
 
-    monkeypatch.setattr(state_files, "write_copy", slowly)
+    monkeypatch.setattr(state_files, "write", slowly)
     state = {"weights": torch.zeros(3), "losses": [1.0]}
     begun = saving.begin(tmp_path, 1, state=state, per_rank={}, identity=IDENTITY, world=ALONE, keep=1)
     state["weights"] += 1  # the next optimizer step
@@ -296,14 +296,14 @@ def begin_and_look(world: World, folder: Path) -> bool:
     return seen
 
 
-@pytest.mark.parametrize("step", ["write_copy", "publish"])
+@pytest.mark.parametrize("step", ["write", "publish"])
 @pytest.mark.parametrize("error", [None, OSError(errno.ENOSPC, "No space left on device")])
 def test_after_an_error_a_checkpoint_is_awaited_unless_it_cannot_be_written(
     tmp_path, monkeypatch, caplog, step, error
 ) -> None:
     save(tmp_path, 1, ALONE)  # is replaced: that the folder exists says nothing
     before = (tmp_path / "checkpoint_000001").stat().st_ino
-    owner, name = (state_files, "write_copy") if step == "write_copy" else (saving, "_write_manifest")
+    owner, name = (state_files, "write") if step == "write" else (saving, "_publish")
     write = getattr(owner, name)
 
     def slowly(*args) -> None:
@@ -324,13 +324,13 @@ def test_after_an_error_a_checkpoint_is_awaited_unless_it_cannot_be_written(
 
 def linger_and_look(world: World, folder: Path) -> bool:
     """Return whether the slow checkpoint is published when a rank has waited for it alone."""
-    write = saving._write_manifest
+    write = saving._publish
 
     def slowly(*args) -> None:
         time.sleep(0.5)
         write(*args)
 
-    with mock.patch.object(saving, "_write_manifest", slowly):
+    with mock.patch.object(saving, "_publish", slowly):
         begun = saving.begin(folder, 1, state={}, per_rank={}, identity=IDENTITY, world=world, keep=1)
         begun.linger(LIMIT_S)
     seen = checkpoint.damage(begun.path) == ""

@@ -38,7 +38,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "LOCAL_RANK",
             "PYTORCH_ALLOC_CONF",
             *VISIBLE,
-            *device_api.npu_environment(),
+            *device_api.NPU_VARIABLES,
         ):
             os.environ.pop(variable, None)
         yield
@@ -277,7 +277,7 @@ def test_environment_defaults_never_override_the_user() -> None:
     assert os.environ["PYTORCH_NPU_ALLOC_CONF"] == "expandable_segments:True"
     assert device_api.launch_env(CPU) == {}
     may_be_set = {"HCCL_CONNECT_TIMEOUT", "HCCL_DETERMINISTIC", "HCCL_EXEC_TIMEOUT", "HCCL_EVENT_TIMEOUT"}
-    assert may_be_set <= set(device_api.npu_environment())
+    assert may_be_set <= set(device_api.NPU_VARIABLES)
 
 
 def test_the_vendors_allocator_variable_is_not_set_if_the_general_one_is() -> None:

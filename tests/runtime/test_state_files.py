@@ -30,10 +30,10 @@ def test_every_kind_of_value_comes_back_as_it_was(tmp_path: Path) -> None:
         "containers": {0: (), 7: ([], {}), "dict": {"tensor": "a", "dict": 3}, "tuple": ((1, 2), [(3,)])},
         "tensors": [whole, whole.T, whole[0], torch.tensor(3), torch.empty(0, 2), torch.tensor([True, False])],
     }
-    state_files.write(tmp_path / "state", tree)
+    state_files.write(tmp_path / "state", state_files.copied(tree))
     assert same(state_files.read(tmp_path / "state"), tree)
     half = {"x": torch.randn(3).bfloat16()}
-    state_files.write(tmp_path / "half", half)
+    state_files.write(tmp_path / "half", state_files.copied(half))
     assert torch.equal(state_files.read(tmp_path / "half")["x"], half["x"])
 
 
@@ -50,7 +50,7 @@ def test_an_optimizer_continues_from_its_file_as_if_it_had_not_stopped(tmp_path:
 
     parameters, optimizer = build([torch.randn(2, 3), torch.randn(4)])
     step(parameters, optimizer)
-    state_files.write(tmp_path / "optimizer", {"optimizer": optimizer.state_dict()})
+    state_files.write(tmp_path / "optimizer", state_files.copied({"optimizer": optimizer.state_dict()}))
     copies, restored = build([parameter.detach() for parameter in parameters])
     restored.load_state_dict(state_files.read(tmp_path / "optimizer")["optimizer"])
     assert same(restored.state_dict(), optimizer.state_dict())
@@ -74,6 +74,6 @@ def test_tensors_are_named_by_their_path_and_the_rest_is_plain_json(tmp_path: Pa
         ({"a": {1: torch.ones(1), "1": torch.ones(1)}}, "a/1 cannot be saved: two tensors have this path"),
     ],
 )
-def test_what_cannot_be_stored_is_refused_by_path_and_type(tree: dict[str, Any], text: str, tmp_path: Path) -> None:
+def test_what_cannot_be_stored_is_refused_by_path_and_type(tree: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        state_files.write(tmp_path / "state", tree)
+        state_files.copied(tree)

@@ -57,7 +57,7 @@ def audit(wheel: Wheel, *, names_only: bool) -> list[UnknownName]:
     """Return all findings, `names_only` those of names and their arguments. ValueError: unreadable wheel."""
     findings = names.check_names(wheel, project_uses())
     findings.append(names.check_backend(wheel))
-    findings += names.check_environment(wheel, sorted(device_api.npu_environment()))
+    findings += names.check_environment(wheel, sorted(device_api.NPU_VARIABLES))
     if not names_only:
         registered, seen = wheel.operators, step.observe()
         findings += [*step.check_operators(seen.operators, registered), *step.check_dtypes(seen.wide)]

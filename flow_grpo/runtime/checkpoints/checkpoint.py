@@ -53,14 +53,8 @@ class Checkpoint:
     per_rank: dict[str, Any] | None
 
 
-def saved_step(path: Path) -> int:
-    """Return the step in a checkpoint's manifest; its folder may have been renamed."""
-    step: int = read_manifest(path)["step"]
-    return step
-
-
 def identity_of(path: Path) -> dict[str, str]:
-    """Return the identity a checkpoint was saved with.
+    """Read the identity that a checkpoint was saved with.
 
     Raises:
         ValueError: the checkpoint is missing or damaged.
@@ -92,7 +86,7 @@ def load(path: Path, *, identity: Mapping[str, str], world: World) -> Checkpoint
 
 
 def published(folder: Path) -> list[Path]:
-    """Return the published checkpoint folders in ascending order of step, without verifying them."""
+    """List the published checkpoint folders by ascending step, without verifying them."""
     found = [path for path in folder.glob("checkpoint_*") if _PUBLISHED.fullmatch(path.name)]
     return sorted(found, key=step_of)
 
@@ -106,17 +100,17 @@ def remove(path: Path) -> None:
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Return the folder of a run's checkpoint of `step`."""
+    """Path of a run's checkpoint of `step`."""
     return folder / f"checkpoint_{step:06d}"
 
 
 def step_of(path: Path) -> int:
-    """Return the step of a published checkpoint."""
+    """Step of a published checkpoint."""
     return int(path.name.removeprefix("checkpoint_"))
 
 
 def damage(path: Path) -> str:
-    """Return what is wrong with a checkpoint in one line, or "" if all files match the manifest.
+    """Say in one line what is wrong with a checkpoint, or "" if all files match the manifest.
 
     Raises:
         InputError: a file cannot be read, which does not mean that it is damaged.
@@ -135,7 +129,7 @@ def damage(path: Path) -> str:
 
 
 def shared_damage(path: Path, world: World) -> str:
-    """Return `damage` as rank 0 finds it; InputError on every rank. Collective call."""
+    """`damage` as rank 0 finds it; InputError on every rank. Collective call."""
     problem = ""
     with world.sync_errors("looking for a checkpoint"):
         problem = damage(path) if world.is_main else ""
@@ -143,7 +137,7 @@ def shared_damage(path: Path, world: World) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return a checkpoint's manifest, not checked.
+    """Read a checkpoint's manifest, not checked.
 
     Raises:
         OSError: there is none.
@@ -154,7 +148,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _file_problem(path: Path, listed: Mapping[str, Any]) -> str:
-    """Return which file differs from its manifest entry, or ""."""
     for file, expected in listed.items():
         size = regular_file(path / file).stat().st_size
         if size != expected["size"]:
@@ -165,7 +158,7 @@ def _file_problem(path: Path, listed: Mapping[str, Any]) -> str:
 
 
 def _manifest_problem(manifest: dict[str, Any]) -> str:
-    """Return what is wrong with a manifest, or ""; it must list exactly the files of its ranks."""
+    # It must list exactly the files of its ranks.
     if (found := manifest.get("format", FORMAT)) != FORMAT:
         return f"{MANIFEST} holds format={found!r:.60}, this version reads {FORMAT}: use the version that saved it"
     for field, kind in (("step", int), ("world_size", int), ("identity", dict), ("files", dict)):
@@ -182,13 +175,13 @@ def _manifest_problem(manifest: dict[str, Any]) -> str:
 
 
 def files_of(folder: Path, world_size: int) -> list[Path]:
-    """Return the paths of all files that a complete checkpoint has, apart from its manifest."""
+    """Paths of all files of a complete checkpoint, apart from its manifest."""
     stems = ["state", *(f"rank_{rank}" for rank in range(world_size))]
     return [path for stem in stems for path in state_files.paths(folder / stem)]
 
 
 def sha256(path: Path) -> str:
-    """Return the hash of a file's content."""
+    """Hash of a file's content."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def moments_by_place(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> dict[int, Any]:
-    """Return the optimizer's state of every parameter that it has taken a step on, by position in `parameters`."""
+    """State of every parameter that the optimizer has taken a step on, by position in `parameters`."""
     return {place: optimizer.state[weight] for place, weight in enumerate(parameters) if weight in optimizer.state}
 
 
@@ -27,12 +27,11 @@ def load_moments(
     Raises:
         ValueError: moments of other weights; nothing is changed.
     """
-    foreign = [place for place in moments if place >= len(parameters)]
-    foreign += [
+    foreign = [
         place
         for place, own in moments.items()
-        if place < len(parameters)
-        and any(isinstance(v, Tensor) and v.ndim and v.shape != parameters[place].shape for v in own.values())
+        if place >= len(parameters)
+        or any(isinstance(v, Tensor) and v.ndim and v.shape != parameters[place].shape for v in own.values())
     ]
     if foreign:
         raise ValueError(

@@ -13,8 +13,8 @@ from flow_grpo.runtime.checkpoints.checkpoint import (
     damage,
     path_of,
     published,
+    read_manifest,
     remove,
-    saved_step,
     shared_damage,
     step_of,
 )
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 def find(resume: str, folder: Path, *, world: World) -> Path | None:
-    """Return the checkpoint to resume from, or None for a fresh start; call `commit` once it is loaded.
+    """Find the checkpoint to resume from, None for a fresh start; call `commit` once it is loaded.
 
     Collective call, otherwise like `resolve`. After a restart by the launcher (`torchrun --max-restarts`), a run that
     had committed before resumes from its own latest checkpoint, whatever `resume` says.
@@ -41,7 +41,7 @@ def find(resume: str, folder: Path, *, world: World) -> Path | None:
 
 
 def is_own(path: Path, folder: Path) -> bool:
-    """Return whether a checkpoint is one of the run with this folder of checkpoints."""
+    """Whether a checkpoint is one of the run with this folder of checkpoints."""
     return path.resolve().parent == folder.resolve()
 
 
@@ -52,7 +52,7 @@ def commit(resume: str, path: Path | None, folder: Path, *, world: World) -> boo
     resume from them. A start that fails before this call changes nothing, and fails again when the launcher repeats it.
 
     Returns:
-        whether the checkpoint is one of the run's own; False for a fresh start or another run's checkpoint.
+        Whether the checkpoint is one of the run's own; False for a fresh start or another run's checkpoint.
 
     Raises:
         RuntimeError: on every rank, if a folder cannot be renamed.
@@ -67,7 +67,7 @@ def commit(resume: str, path: Path | None, folder: Path, *, world: World) -> boo
 
 
 def latest(folder: Path, *, world: World) -> Path | None:
-    """Return the valid checkpoint of the highest step, or None if there are none; warn about damaged ones.
+    """Find the valid checkpoint of the highest step, None without any; warn about damaged ones.
 
     Collective call; rank 0 reads.
 
@@ -92,7 +92,7 @@ def latest(folder: Path, *, world: World) -> Path | None:
 
 
 def resolve(resume: str, folder: Path, *, world: World) -> Path | None:
-    """Return the checkpoint that a setting names, or None for a fresh start. Collective call.
+    """Find the checkpoint that a setting names, None for a fresh start. Collective call.
 
     "" is a fresh start, "auto" takes the latest valid checkpoint in the run's `folder` if there is one, anything else
     is the path of a checkpoint, of this run or of another.
@@ -122,7 +122,7 @@ def resolve(resume: str, folder: Path, *, world: World) -> Path | None:
 
 
 def _refuse_complete(folder: Path, world: World) -> None:
-    """Raise ValueError on every rank if the run with this folder of checkpoints is complete. Collective call."""
+    # On every rank (collective call).
     summary = folder.parent / SUMMARY
     if world.broadcast_text("it is there" if summary.exists() else ""):
         raise ValueError(
@@ -132,8 +132,9 @@ def _refuse_complete(folder: Path, world: World) -> None:
 
 
 def _go_back(given: Path, folder: Path) -> None:
-    """Archive all checkpoints later than `given`, the last first; give an archived one its published name back."""
-    place = path_of(folder, saved_step(given))
+    # All checkpoints later than `given` are archived, the last first. An archived one gets its published name back: its
+    # step is that of its manifest.
+    place = path_of(folder, read_manifest(given)["step"])
     for path in reversed(published(folder)):
         if step_of(path) >= step_of(place) and path != given:
             aside = path.with_name(GIVEN_UP + path.name)

@@ -65,7 +65,7 @@ class RunLock:
 
 
 def is_held(folder: Path) -> bool | None:
-    """Return whether a process holds the lock of a run's folder, or None where that cannot be seen from here.
+    """Whether a process holds the lock of a run's folder, None where that cannot be seen from here.
 
     The kernel's list is read: even to try the lock would be to hold it for an instant, in which no run could start.
     Other machines' locks are not in that list, nor are those of a file system without locks.

@@ -67,7 +67,7 @@ class Saving:
     given_up: threading.Event
 
     def wait(self) -> Path:
-        """Return the published checkpoint's folder. Collective call: every rank must call it.
+        """Wait for the published checkpoint, return its folder. Collective call: every rank must call it.
 
         Raises:
             RuntimeError: on every rank, if any failed; nothing is published then.
@@ -140,14 +140,17 @@ def begin(
 
     def write() -> None:
         for stem in list(copies):
-            state_files.write_copy(partial / stem, copies.pop(stem))
+            state_files.write(partial / stem, copies.pop(stem))
         _leave_note(partial, world.all.rank, list(trees))
 
     def publish() -> None:
         files = _noted(partial, world.all.size, given_up) if world.is_main else None
         if files is not None:
-            manifest = {"format": FORMAT, "step": step, "world_size": world.all.size}
-            _write_manifest(partial, manifest | {"identity": dict(identity), "score": score, "files": files})
+            manifest: dict[str, Any] = {"format": FORMAT, "step": step, "world_size": world.all.size}
+            manifest |= {"identity": dict(identity), "score": score, "files": files}
+            (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+            state_files.fsync(partial / MANIFEST)
+            state_files.fsync(partial)
             _publish(partial, final)
             _prune(folder, step, keep)
 
@@ -158,7 +161,7 @@ def begin(
 
 
 def _copied(trees: Mapping[str, Mapping[str, Any]], partial: Path, world: World) -> dict[str, state_files.Copy]:
-    """Return copies of states by file name, once rank 0 has made the folder (collective call)."""
+    # By file name, once rank 0 has made the folder (collective call).
     try:
         with world.sync_errors("saving a checkpoint (files)"):
             copies = {stem: state_files.copied(tree) for stem, tree in trees.items()}
@@ -172,7 +175,7 @@ def _copied(trees: Mapping[str, Mapping[str, Any]], partial: Path, world: World)
 
 
 def _leave_note(partial: Path, rank: int, stems: Sequence[str]) -> None:
-    """Write sizes and hashes of this rank's files, at once, beside them."""
+    # Sizes and hashes of this rank's files, beside them; renamed, so that they are there at once.
     files = [path for stem in stems for path in state_files.paths(partial / stem)]
     listed = {path.name: {"size": path.stat().st_size, "sha256": sha256(path)} for path in files}
     note = _note(partial, rank)
@@ -186,7 +189,7 @@ def _note(partial: Path, rank: int) -> Path:
 
 
 def _noted(partial: Path, world_size: int, given_up: threading.Event) -> dict[str, Any] | None:
-    """Return the files of all ranks once all are written and visible here, and remove the notes; None if given up."""
+    # Files of all ranks, once all are written and visible here, and without their notes; None if given up.
     listed: dict[str, Any] = {}
     for rank in range(world_size):
         note = _note(partial, rank)
@@ -201,12 +204,6 @@ def _noted(partial: Path, world_size: int, given_up: threading.Event) -> dict[st
             if given_up.wait(LOOK_S):
                 return None
     return {name: listed[name] for name in ordered}
-
-
-def _write_manifest(partial: Path, manifest: Mapping[str, Any]) -> None:
-    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    state_files.fsync(partial / MANIFEST)
-    state_files.fsync(partial)
 
 
 def _publish(partial: Path, final: Path) -> None:
@@ -233,7 +230,7 @@ def _prune(folder: Path, step: int, keep: int) -> None:
 
 
 def _score(path: Path) -> float | None:
-    """Return the score in a checkpoint's manifest, or None if it is missing, unreadable or not finite."""
+    # None if it is missing, unreadable or not finite.
     try:
         score = read_manifest(path)["score"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -15,16 +15,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from flow_grpo.runtime.checkpoints import state_files
-from flow_grpo.runtime.ranks.sharding import local
-
-
-def local_shards(tree: Any) -> Any:
-    """Return a nested state with every tensor replaced by this rank's shard."""
-    return state_files.map_tensors(tree, lambda _, tensor: local(tensor))
 
 
 def join_shards(stems: Sequence[Path], entry: str, cut: Callable[[str, Tensor], Tensor]) -> Any:
-    """Return one entry of the ranks' states, with the shards that `local_shards` made concatenated again.
+    """Read one entry of the ranks' states, with their shards of every tensor concatenated again.
 
     Args:
         stems: the ranks' files in rank order, as for `state_files.read`.

@@ -20,18 +20,8 @@ from torch import Tensor
 Copy = tuple[dict[str, Tensor], str]
 
 
-def write(stem: Path, tree: Mapping[str, Any]) -> None:
-    """Write a nested dict to the files `paths(stem)` and fsync them.
-
-    Raises:
-        ValueError: a value is of a type that `flatten` does not support.
-        OSError: a file cannot be written.
-    """
-    write_copy(stem, copied(tree))
-
-
 def copied(tree: Mapping[str, Any]) -> Copy:
-    """Return copies of a nested dict's tensors on the CPU, and the rest as JSON.
+    """Copy a nested dict: its tensors on the CPU, and the rest as JSON.
 
     Raises:
         ValueError: a value is of a type that `flatten` does not support.
@@ -45,7 +35,7 @@ def copied(tree: Mapping[str, Any]) -> Copy:
     return copies, json.dumps(rest)
 
 
-def write_copy(stem: Path, copy: Copy) -> None:
+def write(stem: Path, copy: Copy) -> None:
     """Write what `copied` returned to the files `paths(stem)` and fsync them; OSError if a file cannot be written."""
     tensor_file, rest_file = paths(stem)
     tensors, rest = copy
@@ -56,7 +46,7 @@ def write_copy(stem: Path, copy: Copy) -> None:
 
 
 def read(stem: Path) -> dict[str, Any]:
-    """Return the nested dict that `write` was given, with tensors on the CPU.
+    """Read the nested dict that was `copied` and written, with tensors on the CPU.
 
     Raises:
         ValueError: the files are not what `write` writes, or not of one state.
@@ -74,7 +64,7 @@ def read(stem: Path) -> dict[str, Any]:
 
 
 def skeleton_of(stem: Path) -> Any:
-    """Return what `flatten` calls the skeleton; ValueError if the file is not JSON."""
+    """Read what `flatten` calls the skeleton; ValueError if the file is not JSON."""
     return json.loads(paths(stem)[1].read_text(encoding="utf-8"))
 
 
@@ -91,7 +81,7 @@ def misfits(stem: Path) -> Iterator[None]:
 
 
 def paths(stem: Path) -> tuple[Path, Path]:
-    """Return the tensor file and the JSON file of a stem."""
+    """Tensor file and JSON file of a stem."""
     return stem.with_suffix(".safetensors"), stem.with_suffix(".json")
 
 
@@ -121,7 +111,7 @@ def flatten(tree: Any) -> tuple[dict[str, Tensor], Any]:
 
 
 def unflatten(tensor_at: Callable[[str], Tensor], skeleton: Any) -> Any:
-    """Return the structure that `flatten` split; `tensor_at` returns the tensor of a path."""
+    """Put together what `flatten` split; `tensor_at` returns the tensor of a path."""
     if not isinstance(skeleton, dict):
         return skeleton
     ((kind, content),) = skeleton.items()
@@ -134,7 +124,7 @@ def unflatten(tensor_at: Callable[[str], Tensor], skeleton: Any) -> Any:
 
 
 def map_tensors(tree: Any, function: Callable[[str, Tensor], Tensor]) -> Any:
-    """Return a nested structure with every tensor replaced by `function(path, tensor)`."""
+    """Replace every tensor of a nested structure by `function(path, tensor)`."""
     tensors, skeleton = flatten(tree)
     return unflatten(lambda path: function(path, tensors[path]), skeleton)
 
