@@ -32,7 +32,7 @@ class ConditionDataset(Dataset[tuple[int, Condition]], abc.ABC):
 
     @abc.abstractmethod
     def __len__(self) -> int:
-        """Return the number of conditions."""
+        """Number of conditions."""
 
     @abc.abstractmethod
     def make(self, index: int, gid: int, slot: int) -> Condition:
@@ -40,23 +40,23 @@ class ConditionDataset(Dataset[tuple[int, Condition]], abc.ABC):
 
     @abc.abstractmethod
     def prompt_of(self, index: int) -> str:
-        """Return the prompt without decoding a video."""
+        """Prompt of a condition, without decoding a video."""
 
     @abc.abstractmethod
     def size_of(self, index: int) -> Size:
-        """Return (frames, height, width) of the videos as they are delivered, without decoding one."""
+        """(frames, height, width) of the videos as they are delivered, without decoding one."""
 
     def __getitem__(self, key: SampleKey) -> tuple[int, Condition]:
         """Return (step, condition) for a sampler's (step, gid, slot, index)."""
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> list[tuple[int, Condition]]:
-        """Return the items of a batch, as DataLoader asks for them; copies of a condition share one set of tensors."""
+        """Read a batch, as DataLoader asks for it; copies of a condition share one set of tensors."""
         read = {index: self.condition(index) for index in dict.fromkeys(index for *_, index in keys)}
         return [(step, dataclasses.replace(read[index], gid=gid, slot=slot)) for step, gid, slot, index in keys]
 
     def condition(self, index: int, gid: int = 0, slot: int = 0) -> Condition:
-        """Return the condition at `index`, labelled as copy `slot` of group `gid`.
+        """Read the condition at `index`, labelled as copy `slot` of group `gid`.
 
         Raises:
             IndexError: index out of range.
@@ -75,43 +75,19 @@ class VideoDataset(ConditionDataset):
 
     @abc.abstractmethod
     def source_file(self, index: int) -> Path:
-        """Return the path of the source video."""
+        """Path of the source video."""
 
     @abc.abstractmethod
     def source_video(self, index: int) -> Tensor:
-        """Return the source video (3, T, h, w), fp32 in [0, 1], without building the rest of the condition."""
+        """Read the source video (3, T, h, w), fp32 in [0, 1], without the rest of the condition."""
 
     def source_id(self, index: int) -> str:
-        """Return a hash of the source video's file content, the cache key of its encoding; nothing is decoded."""
+        """Hash of the source video's file content, the cache key of its encoding; nothing is decoded."""
         return file_id(self.source_file(index))
 
 
-class Split(ConditionDataset):
-    """A data set that a run trains or evaluates on."""
-
-    @abc.abstractmethod
-    def fingerprint(self) -> str:
-        """Return a hash of what an index means, independent of where the files are."""
-
-    @abc.abstractmethod
-    def contents(self) -> str:
-        """Return a hash of the data itself, as far as it is cheap."""
-
-    @abc.abstractmethod
-    def cameras(self) -> list[str]:
-        """Return every item's kind of camera, as `Condition.camera`, without reading a video; [] without any."""
-
-    @abc.abstractmethod
-    def has_scene_file(self, name: str) -> bool:
-        """Return whether any scene has a file of this name, which a reward reads."""
-
-    @abc.abstractmethod
-    def check_apart(self, held_out: ConditionDataset) -> None:
-        """Raise ValueError, naming both, if an item of a held-out data set is in this one, which is trained on."""
-
-
 def file_id(file: Path) -> str:
-    """Return a hash of a file's content; ValueError if it cannot be read."""
+    """Hash of a file's content; ValueError if it cannot be read."""
     try:
         found = regular_file(file).stat()
     except OSError as error:
@@ -133,7 +109,7 @@ def make_loader(
     prefetch_factor: int = 2,
     collate: Callable[[list[Any]], Any] = list,
 ) -> DataLoader[Any]:
-    """Return this rank's DataLoader; it yields lists of items. Never pass it through `accelerator.prepare`.
+    """Make this rank's DataLoader of lists of items; never pass it through `accelerator.prepare`.
 
     Args:
         dataset: the items.
@@ -162,7 +138,7 @@ def make_loader(
 
 
 def next_batch(batches: Iterator[_Batch]) -> _Batch:
-    """Return the next batch of an iterator over `make_loader`'s loader.
+    """Take the next batch of an iterator over `make_loader`'s loader.
 
     Raises:
         RuntimeError: a worker process was killed.
@@ -177,10 +153,8 @@ def next_batch(batches: Iterator[_Batch]) -> _Batch:
 
 
 def _prepare_worker(_: int) -> None:
-    """Skip Python's shutdown in this worker, and exit with the parent instead of by a signal to the process group.
-
-    A worker dropped with batches in flight would nearly always abort in shutdown: its feeder thread is stopped inside
-    torch's C++ code, and the parent prints a traceback about a worker "killed by signal: Aborted".
-    """
+    # Without Python's shutdown, in which a worker dropped with batches in flight would nearly always abort: its feeder
+    # thread is stopped inside torch's C++ code, and the parent prints a traceback about a worker "killed by signal:
+    # Aborted".
     atexit.register(os._exit, 0)
     live_as_long_as_the_parent()

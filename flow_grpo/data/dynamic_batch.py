@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler, get_worker_info
 
-from flow_grpo.data.already_sharded import AlreadySharded
+from flow_grpo.data.k_repeat_sampler import AlreadySharded
 from flow_grpo.maths.keys import generator, key
 
 OVERSIZE = {"raise": "refused", "single": "a batch of its own", "drop": "left out"}
@@ -375,16 +375,14 @@ def sample_cost(sample: Any) -> int:
     Raises:
         TypeError: the sample has neither.
     """
-    found = {name: _part(sample, name) for name in ("cost", "size")}
-    if found["cost"] is not None:
-        return int(found["cost"])
-    if found["size"] is not None and not callable(found["size"]):
-        return video_tokens(*found["size"])
+    cost, size = (
+        sample.get(name) if isinstance(sample, Mapping) else getattr(sample, name, None) for name in ("cost", "size")
+    )
+    if cost is not None:
+        return int(cost)
+    if size is not None and not callable(size):
+        return video_tokens(*size)
     raise TypeError(f"a {type(sample).__name__} has neither cost nor size (frames, height, width); pass cost=")
-
-
-def _part(sample: Any, name: str) -> Any:
-    return sample.get(name) if isinstance(sample, Mapping) else getattr(sample, name, None)
 
 
 def _ranks(num_replicas: int | None, rank: int | None) -> tuple[int, int]:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from torch.utils.data import Sampler
 
-from flow_grpo.data.already_sharded import AlreadySharded
-from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler, SampleKey, StaleBatchError
+from flow_grpo.data.k_repeat_sampler import AlreadySharded, DistributedKRepeatSampler, SampleKey, StaleBatchError
 
 
 class KRepeatIndices(AlreadySharded, Sampler[list[int]]):

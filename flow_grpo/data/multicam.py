@@ -21,15 +21,14 @@ import torch
 from torch import Tensor
 
 from flow_grpo.data.camera_files import BAD_JSON, camera_names, read_cameras
-from flow_grpo.data.dataset import ConditionDataset, Split, VideoDataset, file_id
+from flow_grpo.data.dataset import ConditionDataset, VideoDataset, file_id
 from flow_grpo.data.dynamic_batch import video_tokens
 from flow_grpo.data.exclude import Verdicts
-from flow_grpo.data.tables import read_table
 from flow_grpo.data.video_io import Size, VideoCache, fitted_size, nearest_bucket, video_size
 from flow_grpo.maths.keys import key
 from flow_grpo.maths.poses import relative
 from flow_grpo.records import Condition
-from flow_grpo.runtime.json_files import read_json_object
+from flow_grpo.runtime.json_files import read_json_object, read_table
 
 SENSOR_MM = 23.76  # side of MultiCamVideo's square sensor; it spans the width of the original video
 LENS_FOLDER = re.compile(r"f(\d+(?:\.\d+)?)_aperture\d+(?:\.\d+)?")
@@ -56,11 +55,11 @@ class Scene:
     focal_mm: float | None
 
     def video(self, camera: str) -> Path:
-        """Return the path of a camera's video."""
+        """Path of a camera's video."""
         return self.folder / "videos" / f"{camera}.mp4"
 
 
-class MultiCamDataset(VideoDataset, Split):
+class MultiCamDataset(VideoDataset):
     """Conditions of a folder in MultiCamVideo layout, one per (scene, target camera).
 
     The source camera is another camera of the scene, chosen by a hash of scene and target name: it depends on no seed
@@ -150,56 +149,64 @@ class MultiCamDataset(VideoDataset, Split):
         )
 
     def name_of(self, index: int) -> tuple[str, str]:
-        """Return the scene name and the target camera."""
+        """Scene name and target camera."""
         scene, camera = self._items[index]
         return scene.name, camera
 
     def source_file(self, index: int) -> Path:
-        """Return the path of the source video."""
+        """Path of the source video."""
         scene, target = self._items[index]
         return scene.video(self._source_camera(scene, target))
 
     def source_video(self, index: int) -> Tensor:
-        """Return the source video (3, T, h, w), fp32 in [0, 1]."""
+        """Read the source video (3, T, h, w), fp32 in [0, 1]."""
         scene, target = self._items[index]
         return self._video(scene, self._source_camera(scene, target))[0]
 
     def prompt_of(self, index: int) -> str:
-        """Return the target camera's caption, or the default prompt for a scene without metadata.csv."""
+        """Caption of the target camera, the default prompt for a scene without metadata.csv."""
         scene, camera = self._items[index]
         files = [scene.folder / part for part in CAPTION_FILES if (scene.folder / part).is_file()]
-        return _read_caption(files[0], f"{camera}.mp4") if files else self.prompt
+        if not files:
+            return self.prompt
+        captions = read_captions(files[0]).get(f"{camera}.mp4", [])
+        if len(captions) != 1 or not captions[0].strip():
+            raise ValueError(
+                f"caption file {files[0]} has {len(captions)} rows for {camera}.mp4, must have one with a text; "
+                "complete the file or remove it"
+            )
+        return captions[0]
 
     def cameras(self) -> list[str]:
-        """Return every item's kind of camera, as `Condition.camera`, without reading a video."""
+        """Every item's kind of camera, as `Condition.camera`, without reading a video."""
         presets = {scene.name: _read_presets(scene) for scene in self.scenes}
         return [presets[scene.name].get(camera) or camera for scene, camera in self._items]
 
     def size_of(self, index: int) -> Size:
-        """Return (frames, height, width) of the videos as they are delivered, without decoding one."""
+        """(frames, height, width) of the videos as they are delivered, without decoding one."""
         return self._sizes[self._items[index][0].name]
 
     def cost(self, index: int) -> int:
-        """Return the number of latent tokens of the target video, for Wan's codec and patch size."""
+        """Latent tokens of the target video, for Wan's codec and patch size."""
         return video_tokens(*self.size_of(index))
 
     def fingerprint(self) -> str:
-        """Return a hash of all camera and item names, which fixes what an index means; independent of the root."""
+        """Hash of all camera and item names, which fixes what an index means; independent of the root."""
         if not self._fingerprint:  # asked for several times an epoch, with the sampler's state
             names = [f"{scene.name}/{camera}" for scene in self.scenes for camera in scene.cameras]
             self._fingerprint = _hash_lines([*names, "", *("/".join(self.name_of(i)) for i in range(len(self)))])
         return self._fingerprint
 
     def contents(self) -> str:
-        """Return a hash of the names and sizes of all files of the split, see `contents_of`."""
+        """Hash of the names and sizes of all files of the split, see `contents_of`."""
         return contents_of(self.scenes)
 
     def has_scene_file(self, name: str) -> bool:
-        """Return whether any scene has a file of this name."""
+        """Whether any scene has a file of this name, which a reward reads."""
         return any((scene.folder / name).is_file() for scene in self.scenes)
 
     def check_apart(self, held_out: ConditionDataset) -> None:
-        """Raise ValueError if a video here is also held out, see `check_disjoint`."""
+        """Raise ValueError if a video here, to train on, is also held out, see `check_disjoint`."""
         assert isinstance(held_out, MultiCamDataset)
         check_disjoint(self.scenes, held_out.scenes)
 
@@ -208,7 +215,7 @@ class MultiCamDataset(VideoDataset, Split):
         return others[key("source camera", scene.name, target) % len(others)]
 
     def _video(self, scene: Scene, camera: str) -> tuple[Tensor, tuple[int, int]]:
-        """Return the fitted video (3, T, h, w), fp32 in [0, 1], and the file's own (height, width)."""
+        # The fitted video (3, T, h, w), fp32 in [0, 1], and the file's own (height, width).
         video, shape = self._cache.read(scene.video(camera), *self._sizes[scene.name])
         return video.float() / 255, shape
 
@@ -218,7 +225,7 @@ def _hash_lines(lines: Sequence[str]) -> str:
 
 
 def contents_of(scenes: Sequence[Scene]) -> str:
-    """Return a hash of the names and sizes of all files of these scenes; independent of the root."""
+    """Hash of the names and sizes of all files of these scenes; independent of the root."""
     sizes = {}
     for scene in scenes:
         videos = [Path("videos", f"{camera}.mp4") for camera in scene.cameras]
@@ -229,7 +236,7 @@ def contents_of(scenes: Sequence[Scene]) -> str:
 
 
 def contents_by_scene(scenes: Sequence[Scene]) -> dict[str, str]:
-    """Return scene name -> hash of the names and sizes of its files."""
+    """Scene name -> hash of the names and sizes of its files."""
     return {scene.name: contents_of([scene]) for scene in scenes}
 
 
@@ -267,7 +274,7 @@ def _bucket_of(scene: Scene, buckets: Sequence[Size]) -> Size:
 
 
 def find_scenes(root: Path, split: str) -> list[Scene]:
-    """Return the scenes of a split in order of their paths.
+    """List the scenes of a split in order of their paths.
 
     Raises:
         ValueError: missing or empty folder, scene without camera file or with fewer than two cameras.
@@ -288,16 +295,7 @@ def find_scenes(root: Path, split: str) -> list[Scene]:
 
 
 def _scene_folders(folder: Path, real: Path, seen: dict[Path, Path]) -> Iterator[Path]:
-    """Yield the scenes below a folder.
-
-    Args:
-        folder: as it was reached.
-        real: the same without links.
-        seen: real folder -> where it was reached before.
-
-    Raises:
-        ValueError: a link leads to a folder that is listed already, or a folder cannot be read.
-    """
+    # `folder` is as it was reached, `real` the same without links; `seen` tells where a real folder was reached before.
     if real in seen:
         raise ValueError(
             f"dataset folder {folder} is {seen[real]} again, its scenes would count twice; remove the link"
@@ -339,12 +337,12 @@ def _scene(root: Path, folder: Path) -> Scene:
 
 
 def _by_number(name: str) -> tuple[list[str | int], str]:
-    """Return a key that sorts cam10 behind cam9."""
+    # Sorts cam10 behind cam9.
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)], name
 
 
 def fitted_intrinsics(focal_mm: float, size: tuple[int, int], height: int, width: int) -> Tensor:
-    """Return fx, fy, cx, cy (4,), fp32, in pixels of a video that `fit_video` took from (height, width) `size`.
+    """Compute fx, fy, cx, cy (4,), fp32, in pixels of a video that `fit_video` took from (height, width) `size`.
 
     The sensor spans the original width and its pixels are square. The origin is the outer corner of the first pixel, so
     pixel centres are at +0.5.
@@ -364,7 +362,7 @@ def _read_presets(scene: Scene) -> dict[str, str]:
 
 
 def read_captions(file: Path) -> dict[str, list[str]]:
-    """Return video file name -> its captions in a `metadata.csv`: one, unless the table is wrong.
+    """Read video file name -> its captions in a `metadata.csv`: one, unless the table is wrong.
 
     Raises:
         ValueError: the file is no such table, see `read_table`.
@@ -373,13 +371,3 @@ def read_captions(file: Path) -> dict[str, list[str]]:
     for row in read_table(file, ["file_name", "text"], "repair it or remove the scene"):
         captions.setdefault(Path(row["file_name"]).name, []).append(row["text"])
     return captions
-
-
-def _read_caption(file: Path, video: str) -> str:
-    captions = read_captions(file).get(video, [])
-    if len(captions) != 1 or not captions[0].strip():
-        raise ValueError(
-            f"caption file {file} has {len(captions)} rows for {video}, must have one with a text; "
-            "complete the file or remove it"
-        )
-    return captions[0]

@@ -6,16 +6,15 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from flow_grpo.data.dataset import ConditionDataset, Split
-from flow_grpo.data.tables import read_table
+from flow_grpo.data.dataset import ConditionDataset
 from flow_grpo.data.video_io import Size
 from flow_grpo.records import Condition
-from flow_grpo.runtime.json_files import read_text
+from flow_grpo.runtime.json_files import read_table, read_text
 
 COLUMN = "prompt"
 
 
-class PromptDataset(Split):
+class PromptDataset(ConditionDataset):
     """One condition a prompt, without source video and camera.
 
     Args:
@@ -47,19 +46,19 @@ class PromptDataset(Split):
         return self._size
 
     def fingerprint(self) -> str:
-        """Return a hash of the prompts in their order."""
+        """Hash of the prompts in their order: what an index means."""
         return hashlib.blake2b("\n".join(self.prompts).encode(), digest_size=16).hexdigest()
 
     def contents(self) -> str:
-        """Return a hash of the prompts in their order."""
+        """The fingerprint: the prompts are the data."""
         return self.fingerprint()
 
     def cameras(self) -> list[str]:
-        """Return []: no camera is commanded."""
+        """No camera is commanded."""
         return []
 
-    def has_scene_file(self, name: str) -> bool:  # noqa: ARG002 - there are no scene folders
-        """Return False."""
+    def has_scene_file(self, name: str) -> bool:  # noqa: ARG002
+        """There are no scene folders."""
         return False
 
     def check_apart(self, held_out: ConditionDataset) -> None:
@@ -73,7 +72,7 @@ class PromptDataset(Split):
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Return the prompts of a text file, one a line, or of the column `prompt` of a .csv; empty lines are left out.
+    """Read the prompts of a text file, one a line, or of the column `prompt` of a .csv; empty ones are left out.
 
     Raises:
         ValueError: no such file, no text or table, no such column, no prompt, or a prompt that occurs twice.

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
-from flow_grpo.data.dataset import Split
 from flow_grpo.data.exclude import Verdicts, read_verdicts, settings_of
 from flow_grpo.data.multicam import MultiCamDataset, Scene, contents_by_scene
 from flow_grpo.data.prompts import PromptDataset, read_prompts
@@ -16,12 +15,14 @@ from flow_grpo.settings.schema import DataConfig, EvalConfig
 from flow_grpo.settings.values import parse_bucket
 
 Item = TypeVar("Item")
+Split: TypeAlias = MultiCamDataset | PromptDataset
+"""A data set that a run trains or evaluates on."""
 
 
 def multicam_data(data: DataConfig, split: str, choose: Callable[[list[Scene]], list[Scene]] = list) -> MultiCamDataset:
-    """Return a split of the videos below `data.root`, by default all its scenes.
+    """List a split of the videos below `data.root`, without the training items that `data.exclude` names.
 
-    Of the training split, the items that `data.exclude` names are left out.
+    By default it has all scenes of the split.
     """
 
     def excluded(scenes: list[Scene]) -> Verdicts:
@@ -40,12 +41,12 @@ def multicam_data(data: DataConfig, split: str, choose: Callable[[list[Scene]], 
 
 
 def prompt_data(data: DataConfig, file: str, choose: Callable[[list[str]], list[str]] = list) -> PromptDataset:
-    """Return the prompts of a file, by default all."""
+    """Read the prompts of a file, by default all."""
     return PromptDataset(choose(read_prompts(Path(file))), (data.num_frames, data.height, data.width), file)
 
 
 def training_data(data: DataConfig) -> Split:
-    """Return the conditions to train on: the training split without what `data.tune_scenes` sets aside.
+    """Conditions to train on: the training split without what `data.tune_scenes` sets aside.
 
     Raises:
         ValueError: the data are missing or unusable.
@@ -54,7 +55,7 @@ def training_data(data: DataConfig) -> Split:
 
 
 def held_out_data(data: DataConfig, evaluation: EvalConfig) -> Split:
-    """Return the conditions that `eval.split` evaluates on: the reported ones, or those set aside.
+    """Conditions that `eval.split` evaluates on: the reported ones, or those set aside.
 
     Raises:
         ValueError: the data are missing or unusable.
@@ -65,7 +66,7 @@ def held_out_data(data: DataConfig, evaluation: EvalConfig) -> Split:
 
 
 def whole_splits(data: DataConfig) -> list[Split]:
-    """Return all that a run may train or evaluate on.
+    """All that a run may train or evaluate on.
 
     Raises:
         ValueError: the data are missing or unusable.
@@ -78,7 +79,7 @@ def whole_splits(data: DataConfig) -> list[Split]:
 def set_aside(
     items: Sequence[Item], count: int, kind: str, name: Callable[[Item], str]
 ) -> tuple[list[Item], list[Item]]:
-    """Return (the others, `count` items), each in the given order, chosen by a hash of their names.
+    """Part items into (the others, `count`), each in the given order, by a hash of their names.
 
     Args:
         items: scenes or prompts.
@@ -99,7 +100,7 @@ def set_aside(
 
 
 def _training_split(data: DataConfig, *, held: bool) -> Split:
-    """Return what `data.tune_scenes` sets aside of the training data if `held`, else the rest."""
+    # What `data.tune_scenes` sets aside of the training data if `held`, else the rest.
     count = data.tune_scenes
     if data.prompts:
         return prompt_data(data, data.prompts, lambda prompts: set_aside(prompts, count, "prompts", str)[held])

@@ -54,7 +54,7 @@ class WorldSpec:
     focal_mm: float = 17.0
 
     def intrinsics(self) -> Tensor:
-        """Return fx, fy, cx, cy (4,), fp32, in pixels."""
+        """Focal lengths and centre fx, fy, cx, cy (4,), fp32, in pixels."""
         focal = self.focal_mm / SENSOR_MM * self.width
         return torch.tensor([focal, focal, self.width / 2, self.height / 2])
 
@@ -81,7 +81,7 @@ class TinyScene:
 
 
 def make_scene(spec: WorldSpec, split: str, number: int) -> TinyScene:
-    """Return scene `number` of a split, a pure function of the arguments."""
+    """Make scene `number` of a split, a pure function of the arguments."""
     draw = generator("tiny-world", spec.seed, split, number)
     room = random_room(draw)
     start = _start_pose(draw)
@@ -97,7 +97,7 @@ def make_scene(spec: WorldSpec, split: str, number: int) -> TinyScene:
 
 
 def _start_pose(draw: torch.Generator) -> Tensor:
-    """Draw a pose 3.3 to 3.9 m from the far wall, facing it within 8 degrees of yaw and 4 of pitch."""
+    # 3.3 to 3.9 m from the far wall, facing it within 8 degrees of yaw and 4 of pitch.
     shift = (2 * torch.rand(3, generator=draw, dtype=torch.float64) - 1) * torch.tensor([0.3, 0.2, 0.1])
     degrees = (2 * torch.rand(2, generator=draw, dtype=torch.float64) - 1) * torch.tensor([8.0, 4.0])
     yaw, pitch = map(math.radians, degrees.tolist())
@@ -115,14 +115,14 @@ def _start_pose(draw: torch.Generator) -> Tensor:
 
 
 def render_views(spec: WorldSpec, scenes: list[TinyScene], cameras: list[int]) -> Tensor:
-    """Return videos (scenes * cameras, 3, T, h, w) fp32 in [0, 1], scene-major."""
+    """Render videos (scenes * cameras, 3, T, h, w) fp32 in [0, 1], scene-major."""
     rooms = stack_rooms([scene.room for scene in scenes for _ in cameras])
     poses = torch.stack([scene.poses[camera] for scene in scenes for camera in cameras]).float()
     return render_video(rooms, poses, spec.intrinsics(), spec.height, spec.width)
 
 
 def caption(video: Tensor) -> str:
-    """Return a caption of a video (3, T, h, w): the colour in the centre of its first frame."""
+    """Describe a video (3, T, h, w) by the colour in the centre of its first frame."""
     height, width = video.shape[-2:]
     middle = video[:, 0, height // 3 : -(height // 3), width // 3 : -(width // 3)].mean(dim=(1, 2))
     red, green, blue = (middle > 0.5).long().tolist()
@@ -153,19 +153,16 @@ def _write_scene(folder: Path, spec: WorldSpec, scene: TinyScene) -> None:
             for camera, video in zip(cameras, render_views(spec, [scene], list(cameras)), strict=True):
                 write_video(folder / "videos" / f"{names[camera]}.mp4", video, lossless=True)
                 writer.writerow([f"{names[camera]}.mp4", caption(video)])
-    matrices = opencv_to_multicam(scene.poses)
-    extrinsics = {
-        f"frame{frame}": {name: _matrix_text(matrices[camera, frame]) for camera, name in enumerate(names)}
-        for frame in range(spec.frames)
-    }
+    # As MultiCamVideo does: "[a b c d] [..] [..] [..] " with a trailing blank.
+    texts = [
+        ["".join("[" + " ".join(f"{value:.9g}" for value in row) + "] " for row in matrix) for matrix in path]
+        for path in opencv_to_multicam(scene.poses).tolist()
+    ]
+    frames = zip(*texts, strict=True)
+    extrinsics = {f"frame{frame}": dict(zip(names, row, strict=True)) for frame, row in enumerate(frames)}
     (folder / "cameras" / "camera_extrinsics.json").write_text(json.dumps(extrinsics))
     (folder / "cameras" / "presets.json").write_text(json.dumps(dict(zip(names, scene.presets, strict=True))))
     (folder / "room.json").write_text(json.dumps(scene.room.to_dict()))
-
-
-def _matrix_text(matrix: Tensor) -> str:
-    """Format a 4x4 as MultiCamVideo does: "[a b c d] [..] [..] [..] " with a trailing blank."""
-    return "".join("[" + " ".join(f"{value:.9g}" for value in row) + "] " for row in matrix.tolist())
 
 
 def ensure_tiny_world(root: str | Path, name: str) -> None:

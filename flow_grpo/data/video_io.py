@@ -27,7 +27,7 @@ Size = tuple[int, int, int]
 
 
 def read_video(path: str | Path, num_frames: int, start: int = 0) -> Tensor:
-    """Return frames start .. start + num_frames - 1 as (3, T, h, w) uint8 RGB.
+    """Read frames start .. start + num_frames - 1 as (3, T, h, w) uint8 RGB.
 
     Frames are counted by decoding from the first one, not by time stamps, so the indices are exact. A decoding error
     raises; FFmpeg's error concealment is off.
@@ -42,16 +42,18 @@ def read_video(path: str | Path, num_frames: int, start: int = 0) -> Tensor:
         raise ValueError(f"video {path} does not exist, got 0 of {needed} frames; check the dataset folder")
     video, decoded = torch.empty(0), 0
     try:
-        for frame in _decode(path):
-            if decoded >= start:
+        with opened(path) as (container, stream):
+            for decoded, frame in enumerate(container.decode(stream), 1):
+                if decoded <= start:
+                    continue
                 pixels = frame.to_ndarray(format="rgb24", interpolation=EXACT_COLOURS, threads=THREADS)
-                if decoded == start:  # one buffer: stacking a list of frames would double the memory of a large clip
+                place = decoded - 1 - start
+                if place == 0:  # one buffer: stacking a list of frames would double the memory of a large clip
                     video = torch.empty(3, num_frames, *pixels.shape[:2], dtype=torch.uint8)
-                _check_frame(path, decoded, frame, tuple(video.shape[2:]))
-                video[:, decoded - start] = rearrange(torch.from_numpy(pixels), "h w c -> c h w")
-            decoded += 1
-            if decoded == needed:
-                return video
+                _check_frame(path, decoded - 1, frame, tuple(video.shape[2:]))
+                video[:, place] = rearrange(torch.from_numpy(pixels), "h w c -> c h w")
+                if decoded == needed:
+                    return video
     except av.FFmpegError as error:
         reason = error.strerror or type(error).__name__
         raise ValueError(
@@ -64,7 +66,7 @@ def read_video(path: str | Path, num_frames: int, start: int = 0) -> Tensor:
 
 
 def video_size(path: str | Path) -> Size:
-    """Return (frames, height, width) from the file's header; frames are decoded only if the header has no count.
+    """Read (frames, height, width) from the file's header; frames are decoded only if it has no count.
 
     Raises:
         ValueError: missing or unreadable file.
@@ -80,7 +82,7 @@ def video_size(path: str | Path) -> Size:
 
 
 def fitted_size(size: tuple[int, int], height: int, width: int) -> tuple[int, int]:
-    """Return the (height, width) to resize a video of that `size` to, before a centre crop to height x width.
+    """(height, width) to resize a video of that `size` to, before a centre crop to height x width.
 
     The scale is max(height / rows, width / columns). The cropped side is rounded so that the crop is symmetric, which
     keeps the principal point exactly in the centre.
@@ -104,7 +106,7 @@ def fit_video(video: Tensor, height: int, width: int) -> Tensor:
 
 
 def nearest_bucket(size: Size, buckets: Sequence[Size]) -> Size:
-    """Return the longest bucket that a video of `size` can fill; among equally long ones the nearest aspect ratio.
+    """Choose the longest bucket that a video of `size` can fill; of equally long ones the nearest aspect ratio.
 
     Ties in aspect ratio (log ratio equal to 1e-6) go to the bucket with most pixels, then to the first.
 
@@ -129,7 +131,7 @@ class VideoCache:
         self._videos: LruCache[tuple[object, ...], tuple[Tensor, tuple[int, int]]] = LruCache(limit, _pixels)
 
     def read(self, path: Path, num_frames: int, height: int, width: int) -> tuple[Tensor, tuple[int, int]]:
-        """Return the first frames fitted to (3, num_frames, height, width) uint8, and the file's own (height, width).
+        """Read the first frames, fitted to (3, num_frames, height, width) uint8, and the file's own (height, width).
 
         The tensor is shared with the cache: do not write to it.
 
@@ -180,13 +182,7 @@ def opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
         yield container, streams[0]
 
 
-def _decode(path: Path) -> Iterator[av.VideoFrame]:
-    with opened(path) as (container, stream):
-        yield from container.decode(stream)
-
-
 def _check_frame(path: Path, number: int, frame: av.VideoFrame, size: tuple[int, ...]) -> None:
-    """Raise ValueError for a frame that has another size, in pixels, than those before it, or is to be rotated."""
     if (frame.height, frame.width) != size:
         raise ValueError(
             f"video {path}: frame {number} is {frame.height}x{frame.width}, those before it {size[0]}x{size[1]}; "

@@ -15,8 +15,8 @@ from flow_grpo.algorithm.groups.metrics import pooled
 from flow_grpo.cost.choose_recomputation import ASSUMED_GIB, choose_recomputation
 from flow_grpo.cost.forward_count import ForwardCount
 from flow_grpo.cost.plan import flops_of_rows, recomputed_share
-from flow_grpo.data.dataset import ConditionDataset, Split
-from flow_grpo.data.splits import held_out_data, training_data
+from flow_grpo.data.dataset import ConditionDataset
+from flow_grpo.data.splits import Split, held_out_data, training_data
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.judging.evaluate import Evaluator
 from flow_grpo.judging.verdict import deciding, direction

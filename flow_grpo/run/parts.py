@@ -13,8 +13,9 @@ from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
 from flow_grpo.algorithm.rollout.collector import Collector, ConditionStream
 from flow_grpo.algorithm.update.objective import build_objective
 from flow_grpo.algorithm.update.updater import Updater
-from flow_grpo.data.dataset import Split, make_loader
+from flow_grpo.data.dataset import make_loader
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
+from flow_grpo.data.splits import Split
 from flow_grpo.judging.evaluate import EvalSettings, Evaluator
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.policy import Policy

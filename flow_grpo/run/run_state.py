@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from flow_grpo.algorithm.update.history import UpdateHistory
-from flow_grpo.data.dataset import Split
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
+from flow_grpo.data.splits import Split
 from flow_grpo.judging.changes import ConditionRow
 from flow_grpo.models.adapters import load_trained_state, trained_parameters
 from flow_grpo.run.saved_state import Learned, OfRank, Shared, check_saved

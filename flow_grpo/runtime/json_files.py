@@ -1,23 +1,26 @@
-"""Read text and JSON files written by people or other programs; the error for a bad one names the file."""
+"""Text, JSON and tables written by people or other programs; the error for a bad file names it."""
 
 from __future__ import annotations
 
+import csv
 import errno
+import io
 import json
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 
 def regular_file(file: Path) -> Path:
-    """Return a path that can be opened; FileNotFoundError also for a pipe, which would be waited for without end."""
+    """Check that a path can be opened; FileNotFoundError also for a pipe, whose content never ends."""
     if not stat.S_ISREG(file.stat().st_mode):
         raise FileNotFoundError(errno.ENOENT, "no regular file", str(file))
     return file
 
 
 def read_text(file: Path, way_out: str) -> str:
-    """Return the content of a UTF-8 file, with or without a byte order mark, line ends unchanged.
+    """Read a UTF-8 file, with or without a byte order mark, line ends unchanged.
 
     Raises:
         ValueError: the file cannot be read; the message ends with `way_out`, such as "export it again".
@@ -29,7 +32,7 @@ def read_text(file: Path, way_out: str) -> str:
 
 
 def read_json(file: Path, way_out: str) -> Any:
-    """Return the content of a JSON file like `read_text`.
+    """Read a JSON file like `read_text`.
 
     Raises:
         ValueError: the file cannot be read, is not JSON, or gives a key of an object twice.
@@ -43,11 +46,33 @@ def read_json(file: Path, way_out: str) -> Any:
 
 
 def read_json_object(file: Path, way_out: str) -> dict[str, Any]:
-    """Return the content of a JSON file like `read_json`; ValueError also if it is not a JSON object."""
+    """Read a JSON file like `read_json`; ValueError also if it is not a JSON object."""
     content = read_json(file, way_out)
     if not isinstance(content, dict):
         raise ValueError(f"file {file} holds a {type(content).__name__}, must be a JSON object; {way_out}")
     return content
+
+
+def read_table(file: Path, columns: Sequence[str], way_out: str) -> list[dict[str, str]]:
+    """Read the rows of a .csv table with a head, column -> text; "" where a line ends early.
+
+    Raises:
+        ValueError: the file cannot be read (the message ends with `way_out`), lacks one of `columns`, has a line with
+            more fields than columns, as an unquoted comma makes them, or a quote that is not closed.
+    """
+    rows = []
+    try:
+        reader = csv.DictReader(io.StringIO(read_text(file, way_out), newline=""), restval="", strict=True)
+        found = list(reader.fieldnames or ())
+        if not set(columns) <= set(found):
+            raise ValueError(f"{file} has the columns {found!r:.200}, must have {' and '.join(columns)}; add or rename")
+        for row in reader:
+            if None in row:  # where DictReader puts what has no column
+                raise ValueError(f"{file}: line {reader.line_num} has more fields than columns; put texts in quotes")
+            rows.append(row)
+    except csv.Error as error:
+        raise ValueError(f"{file} is no table ({error}); correct its quotes") from error
+    return rows
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
