@@ -130,7 +130,9 @@ def combine_rewards(  # noqa: PLR0913 - a flat call that reads like the formula
     active = _active(rewards, valid, weights)
     seen = {name: _per_group(name, rewards[name], valid[name], groups) for name in active}
     floor = {name: max(floors.get(name, 0.0), flat_eps) for name in active}
-    lacking, too_few = _lacking(seen, groups), torch.stack([seen[name].count < 2 for name in active])
+    without_any = ~torch.stack([seen[name].valid for name in active]).any(dim=0)  # (N,) samples without a valid reward
+    lacking = groups.sum(without_any.double()) > 0
+    too_few = torch.stack([seen[name].count < 2 for name in active])
     incomplete = lacking | too_few.any(dim=0)
     level = torch.stack([seen[name].spread <= floor[name] for name in active]).all(dim=0)
     live = ~(lacking | too_few.all(dim=0))[groups.member]
@@ -139,17 +141,13 @@ def combine_rewards(  # noqa: PLR0913 - a flat call that reads like the formula
         std = _std(seen[name], groups, live, adv_norm, adv_ddof)
         divisor = std + adv_eps if len(active) == 1 else std.clamp(min=floor[name])
         divisor = torch.ones_like(std) if adv_norm == "none" else divisor
-        advantages += weights[name] * _divide(seen[name].centred, divisor)
+        centred = seen[name].centred
+        # Where a reward is the group's mean, the divisor may be 0 as well.
+        advantages += weights[name] * torch.where(centred == 0, 0.0, centred / divisor)
     advantages = advantages.masked_fill(~live | level[groups.member], 0.0)
     largest = groups.extreme(advantages.abs(), "amax")
     advantages *= torch.where(largest > adv_clip, adv_clip / largest, 1.0)[groups.member]
     return CombinedAdvantages(advantages, live.double(), level & ~incomplete, incomplete, groups.gids)
-
-
-def _lacking(seen: Mapping[str, _Reward], groups: _Groups) -> Tensor:
-    """Return (G,) bool: some sample of the group has no valid reward."""
-    has_any = torch.stack([reward.valid for reward in seen.values()]).any(dim=0)
-    return groups.sum((~has_any).double()) > 0
 
 
 def _active(rewards: Mapping[str, Tensor], valid: Mapping[str, Tensor], weights: Mapping[str, float]) -> list[str]:
@@ -214,11 +212,6 @@ def _std(reward: _Reward, groups: _Groups, live: Tensor, adv_norm: str, ddof: in
     if adv_norm == "batch_centered":
         return (reward.centred[used].square().sum() / (used.sum() - ddof)).sqrt().expand_as(own)
     return reward.raw[used].std(correction=ddof).expand_as(own)
-
-
-def _divide(centred: Tensor, divisor: Tensor) -> Tensor:
-    """Return centred / divisor, and 0 where centred is 0: the divisor may be 0 there too."""
-    return torch.where(centred == 0, 0.0, centred / divisor)
 
 
 def _check_parameters(k: int, adv_norm: str, adv_eps: float, adv_ddof: int, flat_eps: float, adv_clip: float) -> None:

@@ -1,4 +1,4 @@
-"""Cluster-bootstrap confidence intervals of a mean.
+"""Cluster-bootstrap confidence intervals of a mean, and the percentiles by which metrics describe a distribution.
 
 Videos made from one source are correlated, so whole sources are resampled; resampling videos would give intervals that
 are too narrow. Percentile intervals (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13).
@@ -11,6 +11,7 @@ import math
 from collections.abc import Hashable, Sequence
 
 import torch
+from torch import Tensor
 
 from flow_grpo.maths.keys import generator
 
@@ -70,3 +71,8 @@ def mean_interval(values: Sequence[float], groups: Sequence[Hashable], *, level:
     ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
     low, high = torch.quantile(means, ends).tolist()
     return Interval(mean, low, high, len(values), len(names))
+
+
+def percentiles(prefix: str, values: Tensor) -> dict[str, float]:
+    """Metrics `<prefix>10`, `<prefix>50` and `<prefix>90` of (n,) finite values, interpolated linearly."""
+    return {f"{prefix}{percent}": float(values.quantile(percent / 100)) for percent in (10, 50, 90)}

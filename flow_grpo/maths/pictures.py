@@ -1,12 +1,16 @@
-"""Downsampling and Gaussian blur of images, shared by the rewards that compare images."""
+"""Downsampling, Gaussian blur and the better of two fits, shared by the rewards that compare images."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+Record = TypeVar("Record")
 
 
 def shrink(pictures: Tensor, columns: int) -> Tensor:
@@ -33,3 +37,20 @@ def blur(pictures: Tensor, sigma: float) -> Tensor:
     """Blur the last two dimensions by a Gaussian of `sigma` pixels with replicated borders."""
     rows, columns = (blur_matrix(length, sigma) for length in pictures.shape[-2:])
     return rows @ pictures @ columns.T
+
+
+def choose(mask: Tensor, first: Record, second: Record) -> Record:
+    """Take the rows of `first` where `mask` is true and those of `second` elsewhere.
+
+    Args:
+        mask: bool, of the leading dimensions of every field.
+        first: a dataclass whose fields are all tensors.
+        second: a record of the same type and shapes.
+    """
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(first):  # type: ignore[arg-type]
+        mine: Tensor = getattr(first, field.name)
+        fields[field.name] = torch.where(
+            mask.reshape(*mask.shape, *([1] * (mine.ndim - mask.ndim))), mine, getattr(second, field.name)
+        )
+    return type(first)(**fields)

@@ -15,8 +15,7 @@ from einops import rearrange, reduce
 from torch import Tensor
 from torch.nn import functional
 
-from flow_grpo.maths.pictures import blur, shrink
-from flow_grpo.maths.where_rows import choose
+from flow_grpo.maths.pictures import blur, choose, shrink
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.results import scored_rows, why_not_comparable
 

@@ -30,8 +30,7 @@ from flow_grpo.judging.changes import as_metrics, paired_changes
 from flow_grpo.judging.evaluate import Evaluation, Evaluator
 from flow_grpo.judging.reward_signal import NoSignalError, Signal, measure_signal
 from flow_grpo.judging.stop_rules import BrokenPolicyError, broken, check_measured
-from flow_grpo.maths.bootstrap import Interval
-from flow_grpo.maths.percentiles import percentiles
+from flow_grpo.maths.bootstrap import Interval, percentiles
 from flow_grpo.models.files.adapter_files import save_adapter
 from flow_grpo.records import ScoredBatch, TrainingBatch
 from flow_grpo.reporting.console import Progress

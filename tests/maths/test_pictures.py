@@ -1,11 +1,14 @@
-"""Downsampling and blur."""
+"""Downsampling, blur, and rows of the better of two records."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
+from torch import Tensor
 
-from flow_grpo.maths.pictures import blur, blur_matrix, shrink
+from flow_grpo.maths.pictures import blur, blur_matrix, choose, shrink
 
 
 def test_shrinking_averages_square_blocks():
@@ -39,3 +42,18 @@ def test_rows_and_columns_are_blurred_equally():
     spread = blur(point, 1.5)
     assert torch.allclose(spread, spread.mT)
     assert spread[0, 0, 10, 10] > spread[0, 0, 10, 11] > spread[0, 0, 11, 11] > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    flat: Tensor
+    deep: Tensor
+
+
+def test_every_field_is_taken_by_rows_whatever_its_further_dimensions():
+    first = Pair(torch.arange(6.0).view(2, 3), torch.ones(2, 3, 4, 5))
+    second = Pair(-torch.arange(6.0).view(2, 3) - 1, torch.zeros(2, 3, 4, 5))
+    mask = torch.tensor([[True, False, True], [False, False, True]])
+    found = choose(mask, first, second)
+    assert found.flat.tolist() == [[0, -2, 2], [-4, -5, 5]]
+    assert torch.equal(found.deep, mask.float()[..., None, None].expand(2, 3, 4, 5))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flow_grpo.algorithm.groups.compare import Gathered, gated
 from flow_grpo.maths.advantages import CombinedAdvantages
-from flow_grpo.maths.percentiles import percentiles
+from flow_grpo.maths.bootstrap import percentiles
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.schema import RewardConfig
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flow_grpo.maths.bootstrap import percentiles
 from flow_grpo.maths.loss import LossTerms
-from flow_grpo.maths.percentiles import percentiles
 from flow_grpo.runtime.ranks.process_group import RankError, World
 
 SAME_NORM = 1e-3  # by which the norms of one averaged gradient may differ between devices

@@ -25,11 +25,10 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
-from flow_grpo.maths.pictures import blur_matrix, shrink
+from flow_grpo.maths.pictures import blur_matrix, choose, shrink
 from flow_grpo.maths.poses import pose, relative, rotation_matrix
 from flow_grpo.maths.room import Room, render, stack_rooms
 from flow_grpo.maths.soft_room import Raster, draw_slopes
-from flow_grpo.maths.where_rows import choose
 from flow_grpo.records import Condition
 
 ROOM_FILE = "room.json"  # in a scene folder: the room that it was filmed in
