@@ -1,4 +1,8 @@
-"""User errors, one case each: how a small valid set-up is broken, and what the one-line error must say."""
+"""User errors: how a small valid set-up is broken, and what the one-line error must say.
+
+Here is a case or two of every check at the door. Which contents of a file are refused, and with which words, is tested
+where the file is read.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import torch
-from safetensors.torch import load_file, save_file
 
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.data.video_io import read_video
@@ -80,24 +81,6 @@ class Setup:
         """Return all videos of a split."""
         return sorted((self.folder / "world" / split).rglob("*.mp4"))
 
-    def change_cameras(self, change: Callable[[dict[str, Any]], object], split: str = "val") -> None:
-        """Write the camera files of a split anew."""
-        for scene in self.scenes(split):
-            file = scene / "cameras" / "camera_extrinsics.json"
-            content = json.loads(file.read_text())
-            change(content)
-            file.write_text(json.dumps(content))
-
-    def camera_files(self, content: bytes) -> None:
-        """Replace the camera files of the held-out split."""
-        for scene in self.scenes():
-            (scene / "cameras" / "camera_extrinsics.json").write_bytes(content)
-
-    def captions(self, content: bytes) -> None:
-        """Replace the captions of the held-out split."""
-        for scene in self.scenes():
-            (scene / "metadata.csv").write_bytes(content)
-
     def file(self, name: str, content: bytes | str = "") -> Path:
         """Write a file of the set-up."""
         path = self.folder / name
@@ -136,32 +119,17 @@ def recipe(text: str, name: str = "run", file: str = "recipe.py") -> Callable[[S
     return spoil
 
 
-def every_video(change: Callable[[Path], object]) -> Callable[[Setup], None]:
-    def spoil(setup: Setup) -> None:
-        for file in setup.videos():
-            change(file)
-
-    return spoil
+def _short(setup: Setup) -> None:
+    for file in setup.videos():
+        write_video(file, read_video(file, 4), lossless=True)
 
 
-def entry(value: object, frame: str = "frame3") -> Callable[[Setup], None]:
-    """Set what the held-out camera files say of every camera in a frame."""
-    return lambda setup: setup.change_cameras(
-        lambda content: content[frame].update(dict.fromkeys(content[frame], value))
-    )
-
-
-def _half(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-def _short(file: Path) -> None:
-    write_video(file, read_video(file, 4), lossless=True)
-
-
-def _unequal(setup: Setup) -> None:
-    for file in setup.videos()[::2]:
-        write_video(file, read_video(file, 5)[..., :16], lossless=True)
+def _far_away(setup: Setup) -> None:
+    for scene in setup.scenes():
+        file = scene / "cameras" / "camera_extrinsics.json"
+        content = json.loads(file.read_text())
+        content["frame3"] = dict.fromkeys(content["frame3"], "[1 0 0 0] [0 1 0 0] [0 0 1 0] [1e300 0 0 1]")
+        file.write_text(json.dumps(content))
 
 
 CONFIG: list[Case] = [
@@ -189,35 +157,13 @@ PLACES = [
 
 DATA = [
     (lambda s: shutil.rmtree(s.folder / "world"), "world ... does not exist ... set data.root"),
-    (lambda s: (shutil.rmtree(s.folder / "world"), s.file("world")), "world ... does not exist ... set data.root"),
     (
         lambda s: [file.unlink() for file in s.videos()],
         "scene1 ... 0 camera video(s) ... at least 2 ... remove the scene",
     ),
     (
-        lambda s: [(x / "cameras/camera_extrinsics.json").unlink() for x in s.scenes()],
-        "scene1 ... camera_extrinsics.json ... complete or remove",
-    ),
-    (
-        lambda s: s.videos()[0].rename(s.videos()[0].with_name("left.mp4")),
-        "no camera of cameras/camera_extrinsics.json is named like the videos left.mp4 ... it has cam01 ... rename",
-    ),
-    (lambda s: s.captions(b"file_name,text\ncam01.mp4,caf\xe9"), "metadata.csv ... utf-8 ... repair it"),
-    (
-        lambda s: s.captions(b"a,b\n1,2\n"),
-        "metadata.csv ... ['a', 'b'] ... must have file_name and text ... add or rename",
-    ),
-    (
-        lambda s: s.captions(b"file_name,text\n" + b"".join(b"cam%02d.mp4, \n" % n for n in range(1, 11))),
-        "metadata.csv ... must have one with a text ... complete",
-    ),
-    (
-        lambda s: s.captions(b'file_name,text\ncam01.mp4,"' + b"a" * 200_000),
-        "metadata.csv ... field larger ... correct its quotes",
-    ),
-    (
-        lambda s: [(x / "cameras/presets.json").write_text("[]") for x in s.scenes()],
-        "presets.json ... holds a list ... must be a JSON object ... export",
+        lambda s: [(x / "metadata.csv").write_bytes(b"file_name,text\ncam01.mp4,caf\xe9") for x in s.scenes()],
+        "metadata.csv ... utf-8 ... repair it",
     ),
     (
         lambda s: [(x / "cameras/presets.json").write_text('{"cam01": 5}') for x in s.scenes()],
@@ -227,96 +173,30 @@ DATA = [
         lambda s: (s.folder / "world/train/other").symlink_to(s.scenes()[0]),
         "training video ... other/videos/cam01.mp4 ... held-out video ... must not be trained on ... remove one",
     ),
-    (
-        lambda s: shutil.copytree(s.scenes()[0], s.folder / "world/train/other"),
-        "training video ... other/videos/cam01.mp4 ... held-out video ... must not be trained on ... remove one",
-    ),
-    (
-        lambda s: (s.folder / "world/train/other").symlink_to(s.scenes("train")[0]),
-        "again, its scenes would count twice ... remove the link",
-    ),
     (knob("data.exclude", "nowhere.json"), "nowhere.json ... No such file ... make it with tools/check_sources.py"),
-    (lambda s: knob("data.exclude", s.file("v.json", "[1]"))(s), "v.json ... holds a list ... must be a JSON object"),
-    (
-        lambda s: knob("data.exclude", s.file("v.json", '{"a": 1}'))(s),
-        "v.json ... no settings and table scene -> camera -> verdict ... make it",
-    ),
     (knob("eval.num_conditions", 400), "eval.num_conditions=400 ... 1..10 ... must be"),
     (knob("data.tiny_world", "tiny"), "data.root ... is not the tiny world 'tiny' ... choose another"),
-]
-
-VIDEOS = [
-    (every_video(_half), "cam ... .mp4 ... frames ... fetch or encode it again"),
-    (every_video(lambda file: file.write_bytes(b"")), ".mp4 ... got 0 of 5 frames ... fetch or encode it again"),
-    (every_video(_short), ".mp4 ... too short ... 4 of 5 frames ... lower num_frames"),
-    (_unequal, "scene1 ... (24, 16) ... must share one size ... encode them again"),
+    (_short, ".mp4 ... too short ... 4 of 5 frames ... lower num_frames"),
     (knob("data.buckets", "9x24x32"), ".mp4 ... 5 frames fill none ... data.buckets"),
-]
-
-CAMERAS = [
-    (lambda s: s.camera_files(b'{"frame0": '), "camera_extrinsics.json ... is not JSON ... export it again"),
-    (lambda s: s.camera_files(b"[1]"), "camera_extrinsics.json ... holds a list ... must be a JSON object ... export"),
-    (lambda s: s.camera_files(b"\xff\xfe\0"), "camera_extrinsics.json ... utf-8 ... export it again"),
     (
-        lambda s: s.change_cameras(lambda c: c.pop("frame4")),
-        "camera_extrinsics.json ... no frame4 ... frame0..frame4 ... lower num_frames",
+        lambda s: [(x / "cameras/camera_extrinsics.json").write_text('{"frame0": ') for x in s.scenes()],
+        "camera_extrinsics.json ... is not JSON ... export it again",
     ),
-    (
-        lambda s: s.change_cameras(lambda c: [c["frame2"].pop(f"cam{n:02}") for n in range(1, 11)]),
-        "camera_extrinsics.json ... in frame2 ... complete the file",
-    ),
-    (
-        entry("[1 0 0 0] [0 1 0 0] [0 0 1 0] [nan 0 0 1]"),
-        "camera_extrinsics.json ... frame3 ... not finite ... check the camera file",
-    ),
-    (
-        entry("[1 0 0 0] [0 1 0 0] [0 0 1 0]"),
-        "camera_extrinsics.json ... frame3 ... must be four rows of four numbers ... export",
-    ),
-    (entry([[1, 0, 0, 0]] * 4), "camera_extrinsics.json ... frame3 ... must be four rows of four numbers ... export"),
-    (
-        entry("[1 0 0 0] [0 1 0 0] [0 0 1 0] [1e300 0 0 1]"),
-        "camera_extrinsics.json ... frame3 ... 1e+298 m ... must be at most ... is the file",
-    ),
+    (_far_away, "camera_extrinsics.json ... frame3 ... 1e+298 m ... must be at most ... is the file"),
 ]
 
 
-def _weights(setup: Setup, part: str) -> Path:
-    (file,) = sorted((setup.folder / "model" / part).glob("*.safetensors"))
-    return file
+def _cut_weights(setup: Setup) -> None:
+    (file,) = (setup.folder / "model/vae").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def _no_weights(part: str) -> Callable[[Setup], None]:
-    return lambda setup: _weights(setup, part).unlink()
-
-
-def _cut_weights(part: str) -> Callable[[Setup], None]:
-    return lambda setup: _half(_weights(setup, part))
-
-
-def _config(part: str, content: str) -> Callable[[Setup], object]:
-    return lambda setup: setup.file(f"model/{part}/config.json", content)
-
-
-def _change_config(part: str, **values: object) -> Callable[[Setup], None]:
+def _change_config(**values: object) -> Callable[[Setup], None]:
     def spoil(setup: Setup) -> None:
-        file = setup.folder / "model" / part / "config.json"
+        file = setup.folder / "model/transformer/config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
     return spoil
-
-
-def _change_weights(part: str, change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Setup], None]:
-    def spoil(setup: Setup) -> None:
-        state = load_file(_weights(setup, part))
-        change(state)
-        save_file(state, _weights(setup, part), {"format": "pt"})
-
-    return spoil
-
-
-def _half_the_tensors(setup: Setup) -> None:
-    save_file({"patch_embedding.weight": torch.zeros(24, 4, 1, 2, 2)}, _weights(setup, "transformer"), {"format": "pt"})
 
 
 MODEL = [
@@ -333,40 +213,25 @@ MODEL = [
         lambda s: (shutil.rmtree(s.folder / "model/tokenizer"), (s.folder / "model/tokenizer").mkdir()),
         "tokenizer ... holds no files ... must be",
     ),
-    (lambda s: (s.folder / "model/transformer/config.json").unlink(), "transformer/config.json ... missing ... give"),
-    (_config("transformer", "{"), "transformer/config.json ... not JSON ... download it again"),
     (
-        _change_config("transformer", _class_name="WanTransformer3DModel"),
+        lambda s: s.file("model/transformer/config.json", "{"),
+        "transformer/config.json ... not JSON ... download it again",
+    ),
+    (
+        _change_config(_class_name="WanTransformer3DModel"),
         "transformer ... WanTransformer3DModel ... expected ReCam ... convert",
     ),
-    (_change_config("transformer", num_layers=3), "transformer ... config.json ... download it again"),
-    (_change_config("transformer", ffn_dim=48), "transformer ... config.json ... download it again"),
-    (_no_weights("transformer"), "transformer ... safetensors ... download the folder again"),
-    (_cut_weights("transformer"), "transformer ... safetensors ... damaged ... download it again"),
-    (_half_the_tensors, "transformer ... config.json ... download it again"),
-    (_config("vae", "{"), "vae ... config.json ... not JSON ... download it again"),
-    (_no_weights("vae"), "vae ... no weights ... download the folder again"),
-    (_cut_weights("vae"), "vae ... safetensors ... damaged ... download it again"),
-    (_no_weights("text_encoder"), "text_encoder ... no weights ... download the folder again"),
-    (_cut_weights("text_encoder"), "text_encoder ... safetensors ... damaged ... download it again"),
-    (_config("text_encoder", "{"), "text_encoder ... config.json ... not JSON ... download it again"),
+    (_change_config(num_layers=3), "transformer ... config.json ... download it again"),
+    (_change_config(ffn_dim=48), "transformer ... config.json ... download it again"),
+    (_cut_weights, "vae ... safetensors ... damaged ... download it again"),
+    (
+        lambda s: [file.unlink() for file in (s.folder / "model/text_encoder").glob("*.safetensors")],
+        "text_encoder ... no weights ... download the folder again",
+    ),
     (
         lambda s: s.file("model/tokenizer/tokenizer.json", "{"),
         "tokenizer ... tokenizer.json ... not JSON ... download it again",
     ),
-    (
-        _change_weights("text_encoder", lambda state: state.pop("encoder.final_layer_norm.weight")),
-        "text_encoder lacks the weights ... encoder.final_layer_norm.weight ... download it again",
-    ),
-    (
-        _change_weights("vae", lambda state: state.pop("decoder.conv_in.weight")),
-        "vae does not hold the weights ... decoder.conv_in.weight ... download vae/ again",
-    ),
-    (
-        _change_weights("transformer", lambda state: state.update({n: v.to(torch.int8) for n, v in state.items()})),
-        "transformer ... must hold BF16, F16 or F32 only ... I8 ... give such weights",
-    ),
-    (_change_config("text_encoder", model_type="nobodys"), "text_encoder cannot be loaded ... download it again"),
     (knobs(model__trained="lora", model__lora_targets="nothing"), "lora_targets ... 'nothing'"),
     (
         lambda s: knob("model.encodings", s.file("taken"))(s),
@@ -381,34 +246,17 @@ def checkpoint_of(setup: Setup) -> Path:
     return setup.folder / "saved" / "checkpoint_000000"
 
 
-def resumed(change: Callable[[Path], object]) -> Callable[[Setup], None]:
-    """Resume from a checkpoint after changing it."""
+def _manifest(change: Callable[[dict[str, Any]], object]) -> Callable[[Setup], None]:
+    """Resume from a checkpoint after changing its manifest."""
 
     def spoil(setup: Setup) -> None:
         setup.knobs["resume"] = checkpoint_of(setup)
-        change(checkpoint_of(setup))
+        file = checkpoint_of(setup) / "manifest.json"
+        manifest = json.loads(file.read_text())
+        change(manifest)
+        file.write_text(json.dumps(manifest))
 
     return spoil
-
-
-def _manifest(change: Callable[[dict[str, Any]], object]) -> Callable[[Setup], None]:
-    def rewrite(folder: Path) -> None:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        change(manifest)
-        (folder / "manifest.json").write_text(json.dumps(manifest))
-
-    return resumed(rewrite)
-
-
-def _flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
-def _outside(name: str) -> Callable[[dict[str, Any]], object]:
-    """Make a manifest vouch for a file elsewhere."""
-    return lambda manifest: manifest["files"].update({name: manifest["files"].pop("state.json")})
 
 
 def _to_itself(setup: Setup) -> None:
@@ -421,22 +269,17 @@ RESUME = [
     (lambda s: knob("resume", s.file("ckpt"))(s), "resume= ... ckpt ... Not a directory ... give a folder"),
     (_to_itself, "resume= ... ckpt ... Too many levels of symbolic links ... give a folder"),
     (knobs(resume="auto", run_name=""), "resume='auto' ... needs the name ... pass --config.run_name"),
-    (
-        resumed(lambda c: (c / "manifest.json").write_text("[")),
-        "resume= ... manifest.json is not readable ... give",
-    ),
-    (resumed(lambda c: (c / "rank_0.json").unlink()), "resume= ... rank_0.json does not exist ... give a folder"),
     (_manifest(lambda m: m.pop("step")), "resume= ... manifest.json ... step ... give a folder"),
-    (_manifest(lambda m: m.update(format=99)), "resume= ... format=99 ... reads 1 ... use the version that saved it"),
-    (_manifest(lambda m: m.update(world_size="two")), "resume= ... manifest.json ... world_size ... give a folder"),
-    (_manifest(_outside("../../world/world.json")), "resume= ... ../../world/world.json ... give a folder"),
-    (_manifest(_outside("/etc/passwd")), "resume= ... /etc/passwd ... give a folder"),
+    (
+        _manifest(lambda m: m["files"].update({"/etc/passwd": m["files"].pop("state.json")})),
+        "resume= ... /etc/passwd ... give a folder",
+    ),
     (
         _manifest(lambda m: m["identity"].update(model="another")),
         "belongs to another run ... model is 'another' ... start afresh",
     ),
     (
-        lambda s: (resumed(lambda _: None)(s), knob("train.ema_decay", 0)(s)),
+        lambda s: s.knobs.update({"resume": checkpoint_of(s), "train.ema_decay": 0}),
         "weight average ... train.ema_decay ... start afresh",
     ),
     (
@@ -445,4 +288,4 @@ RESUME = [
     ),
 ]
 
-CASES = [*CONFIG, *REWARDS, *PLACES, *DATA, *VIDEOS, *CAMERAS, *MODEL, *RESUME]
+CASES = [*CONFIG, *REWARDS, *PLACES, *DATA, *MODEL, *RESUME]

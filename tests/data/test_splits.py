@@ -25,12 +25,3 @@ def test_scenes_are_set_aside_by_name_whatever_their_order_and_number():
     assert aside(scenes, 0) == (scenes, [])
     with pytest.raises(ValueError, match=r"data\.tune_scenes is 30, must be below the 30 training scenes"):
         aside(scenes, 30)
-
-
-def test_prompts_set_aside_are_chosen_by_their_text_and_never_trained_on():
-    prompts = [f"prompt {number}" for number in range(10)]
-    kept, held = set_aside(prompts, 3, "prompts", str)
-    assert len(held) == 3 and sorted(kept + held) == sorted(prompts)
-    assert set(set_aside(prompts[::-1], 3, "prompts", str)[1]) == set(held)
-    with pytest.raises(ValueError, match=r"data\.tune_scenes is 10, must be below the 10 training prompts"):
-        set_aside(prompts, 10, "prompts", str)

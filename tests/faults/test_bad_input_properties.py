@@ -1,4 +1,4 @@
-"""Any content of a camera file and any value of a knob is either valid or refused in one line."""
+"""Any matrix in a camera file and any value of a knob is either valid or refused in one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from flow_grpo.settings.schema import KNOBS
 from tests.data.test_multicam import FRAMES, PATHS, extrinsics
 
 ROOT = Path(__file__).parents[2]
-VALID = json.dumps(extrinsics()).encode()
 NUMBERS = st.sampled_from(["0", "1", "-1", "0.5", "1e-9", "1e5", "1e300", "1e999", "nan", "-inf", "1_0", "x", "", "٣"])
 ROWS = st.lists(st.lists(NUMBERS, max_size=5).map(" ".join), max_size=5)
 MATRICES = st.one_of(st.text(max_size=20), ROWS.map(lambda rows: " ".join(f"[{row}]" for row in rows)))
@@ -35,40 +34,20 @@ def file(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("cameras") / "camera_extrinsics.json"
 
 
-def poses_or_one_line(file: Path, content: bytes) -> None:
-    file.write_bytes(content)
-    said, poses = "", torch.empty(0)
-    try:
-        poses = read_cameras(file, ("cam01", "cam10"), FRAMES)
-    except ValueError as error:
-        said = str(error)
-    if said:
-        assert str(file) in said and len(said.splitlines()) == 1
-        return
-    assert poses.shape == (2, FRAMES, 4, 4) and poses.dtype == torch.float64
-    check_poses(poses)
-    assert poses[..., :3, 3].abs().max() <= FARTHEST
-
-
-@settings(max_examples=50)
-@given(st.binary(max_size=60) | ANYTHING.map(lambda value: json.dumps(value).encode()))
-def test_any_camera_file_is_poses_or_one_line(file, content):
-    poses_or_one_line(file, content)
-
-
-@settings(max_examples=150)
-@given(st.integers(0, len(VALID)), st.integers(0, 40), st.binary(max_size=8))
-@example(0, 0, b"")
-def test_a_valid_camera_file_with_other_bytes_is_poses_or_one_line(file, place, cut, bytes_):
-    poses_or_one_line(file, VALID[:place] + bytes_ + VALID[place + cut :])
-
-
-@settings(max_examples=150)
+@settings(max_examples=200)
 @given(FRAME_NAMES, st.sampled_from([*PATHS]), MATRICES | ANYTHING)
 def test_a_valid_camera_file_with_another_matrix_is_poses_or_one_line(file, frame, camera, value):
     content: dict = extrinsics()
     content[frame][camera] = value
-    poses_or_one_line(file, json.dumps(content).encode())
+    file.write_text(json.dumps(content))
+    try:
+        poses = read_cameras(file, ("cam01", "cam10"), FRAMES)
+    except ValueError as error:
+        assert str(file) in str(error) and len(str(error).splitlines()) == 1
+        return
+    assert poses.shape == (2, FRAMES, 4, 4) and poses.dtype == torch.float64
+    check_poses(poses)
+    assert poses[..., :3, 3].abs().max() <= FARTHEST
 
 
 WORDS = st.sampled_from(
