@@ -40,10 +40,13 @@ def test_a_valid_camera_file_with_another_matrix_is_poses_or_one_line(file, fram
     content: dict = extrinsics()
     content[frame][camera] = value
     file.write_text(json.dumps(content))
+    said, poses = "", torch.empty(0)
     try:
         poses = read_cameras(file, ("cam01", "cam10"), FRAMES)
     except ValueError as error:
-        assert str(file) in str(error) and len(str(error).splitlines()) == 1
+        said = str(error)
+    if said:
+        assert str(file) in said and len(said.splitlines()) == 1
         return
     assert poses.shape == (2, FRAMES, 4, 4) and poses.dtype == torch.float64
     check_poses(poses)

@@ -33,13 +33,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     monkeypatch.setattr(device_api, "_hidden", {})
     with mock.patch.dict(os.environ):
-        for variable in (
-            device_api.OVERRIDE,
-            "LOCAL_RANK",
-            "PYTORCH_ALLOC_CONF",
-            *VISIBLE,
-            *device_api.NPU_VARIABLES,
-        ):
+        for variable in (device_api.OVERRIDE, "LOCAL_RANK", "PYTORCH_ALLOC_CONF", *VISIBLE, *device_api.NPU_VARIABLES):
             os.environ.pop(variable, None)
         yield
 
@@ -272,18 +266,15 @@ def test_a_training_that_asks_for_an_npu_which_cannot_start_ends_with_one_line_a
 
 
 def test_environment_defaults_never_override_the_user() -> None:
-    os.environ["TASK_QUEUE_ENABLE"] = "2"
+    os.environ |= {"TASK_QUEUE_ENABLE": "2", "PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}
     assert device_api.launch_env("npu")["TASK_QUEUE_ENABLE"] == "2"
+    assert "PYTORCH_NPU_ALLOC_CONF" not in os.environ  # the general one is set
+    del os.environ["PYTORCH_ALLOC_CONF"]
+    device_api.launch_env("npu")
     assert os.environ["PYTORCH_NPU_ALLOC_CONF"] == "expandable_segments:True"
     assert device_api.launch_env(CPU) == {}
     may_be_set = {"HCCL_CONNECT_TIMEOUT", "HCCL_DETERMINISTIC", "HCCL_EXEC_TIMEOUT", "HCCL_EVENT_TIMEOUT"}
     assert may_be_set <= set(device_api.NPU_VARIABLES)
-
-
-def test_the_vendors_allocator_variable_is_not_set_if_the_general_one_is() -> None:
-    os.environ["PYTORCH_ALLOC_CONF"] = "max_split_size_mb:128"
-    assert "PYTORCH_NPU_ALLOC_CONF" not in device_api.launch_env("npu")
-    assert "PYTORCH_NPU_ALLOC_CONF" not in os.environ
 
 
 def test_every_function_works_on_the_cpu() -> None:
@@ -317,20 +308,16 @@ def test_autocast_sets_the_dtype_of_a_product(dtype: torch.dtype) -> None:
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
 
 
-def test_restored_random_state_repeats_the_draws() -> None:
+def test_a_restored_random_state_repeats_the_draws_and_another_device_s_is_skipped_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     state = device_api.rng_state(CPU)
     first = torch.rand(3)
-    device_api.set_rng_state(CPU, state)
-    assert torch.equal(torch.rand(3), first)
-
-
-def test_the_random_state_of_another_kind_of_device_is_skipped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    state = device_api.rng_state(CPU)
-    first = torch.rand(3)
-    with caplog.at_level(logging.WARNING):
-        device_api.set_rng_state(CPU, state | {"npu": torch.zeros(16, dtype=torch.uint8)})
-    assert torch.equal(torch.rand(3), first)
-    assert "this run is on cpu" in caplog.text
+    for foreign in ({}, {"npu": torch.zeros(16, dtype=torch.uint8)}):
+        with caplog.at_level(logging.WARNING):
+            device_api.set_rng_state(CPU, state | foreign)
+        assert torch.equal(torch.rand(3), first)
+        assert ("this run is on cpu" in caplog.text) == bool(foreign)
 
 
 def test_the_profiler_writes_a_trace(tmp_path: Path) -> None:
@@ -439,27 +426,18 @@ def npu() -> dict[str, Any]:
         return pool.submit(observe_npu).result(120)
 
 
-def test_the_npu_is_the_first_choice(npu: dict[str, Any]) -> None:
-    assert npu["device"] == "npu:3"
-    assert npu["line"] == "device npu:3 (Ascend910B3)"
+def test_the_npu_is_the_first_choice_and_set_up_for_this_rank_before_anything_else(npu: dict[str, Any]) -> None:
+    assert (npu["device"], npu["line"]) == ("npu:3", "device npu:3 (Ascend910B3)")
     assert npu["with cuda"] == "npu:1"
-
-
-def test_more_local_ranks_than_npus_are_refused(npu: dict[str, Any]) -> None:
     words = ("local rank 4", "4 visible (ASCEND_RT_VISIBLE_DEVICES unset)", "at most 4 processes")
     assert all(word in npu["refused"] for word in words)
-
-
-def test_setup_selects_the_npu_before_anything_else(npu: dict[str, Any]) -> None:
     assert npu["setup"] == [("set_device", "npu:3"), ("set_compile_mode", ("jit_compile", False))]
     assert npu["formats"] == (False, False)
     assert (npu["rounded inside"], npu["rounded outside"]) == (True, False)
     assert npu["hccl"] == "true"
 
 
-def test_the_npus_event_timeout_exceeds_its_collective_timeout(
-    npu: dict[str, Any],
-) -> None:
+def test_the_npus_event_timeout_exceeds_its_collective_timeout(npu: dict[str, Any]) -> None:
     assert npu["no bounds"] == (None, None)
     assert npu["bounds None None"] == ("600", "668")
     assert npu["bounds 3600 None"] == ("3600", "3668")
@@ -467,22 +445,13 @@ def test_the_npus_event_timeout_exceeds_its_collective_timeout(
     assert npu["bounds None 9"] == ("600", "9")  # the user's own
 
 
-def test_the_npus_random_state_is_saved_and_restored_on_this_ranks_device(npu: dict[str, Any]) -> None:
-    assert npu["state"] == {"cpu": torch.uint8, "npu": torch.uint8}
-    assert npu["restored"] == ("set_rng_state", str(torch.full((16,), 7, dtype=torch.uint8)), "npu:3")
-
-
-def test_the_random_state_of_a_cuda_run_does_not_change_the_npus(npu: dict[str, Any]) -> None:
-    assert npu["foreign"] == []
-
-
 def test_the_npus_module_is_called_for_this_ranks_device(npu: dict[str, Any]) -> None:
     assert npu["calls"] == ["set_rng_state", "synchronize", "empty_cache", "reset_peak_memory_stats"]
     assert npu["devices"] == {"npu:3"}
     assert npu["memory"] == {"allocated": 1.0, "peak": 2.0, "reserved": 3.0, "total": 60.0}
-
-
-def test_the_npus_properties(npu: dict[str, Any]) -> None:
+    assert npu["state"] == {"cpu": torch.uint8, "npu": torch.uint8}
+    assert npu["restored"] == ("set_rng_state", str(torch.full((16,), 7, dtype=torch.uint8)), "npu:3")
+    assert npu["foreign"] == [], "the random state of a CUDA run"
     assert npu["answers"] == (True, ("native", "_native_npu"), {})
     assert npu["backend"] == "cpu:gloo,npu:hccl"
     assert npu["autocast"] == (True, torch.bfloat16)
@@ -508,13 +477,10 @@ def test_a_module_is_on_the_device_for_the_block_and_offloaded_unless_it_stays(s
     with device_api.visiting(module, torch.device("cuda", 0), stays=stays):
         assert module.places == ["cuda:0"]
     assert module.places == places
-
-
-def test_a_module_on_its_device_is_not_moved() -> None:
-    module = Moved()
-    with device_api.visiting(module, CPU, stays=False):
+    module.places.clear()
+    with device_api.visiting(module, CPU, stays=stays):
         pass
-    assert module.places == []
+    assert module.places == [], "it is there already"
 
 
 def test_the_matrix_rate_is_that_of_products_and_draws_nothing_at_random() -> None:
