@@ -118,27 +118,18 @@ def describe(device: torch.device, requested: str = "auto") -> str:
     return "; ".join([line, *skipped[: KINDS.index(device.type)]])
 
 
-def launch_env(device: torch.device | str) -> dict[str, str]:
-    """Set the vendor's environment defaults that the user has not set; return the values now in effect.
-
-    Must run before the backend is loaded; `load_plug_in` does this.
-    """
-    kind = device if isinstance(device, str) else device.type
-    defaults = dict(_NPU_ENVIRONMENT) if kind == "npu" else {}
-    if "PYTORCH_ALLOC_CONF" in os.environ:  # torch_npu aborts the process if both allocator variables are set
-        defaults.pop("PYTORCH_NPU_ALLOC_CONF", None)
-    return {variable: os.environ.setdefault(variable, value) for variable, value in defaults.items()}
-
-
 def load_plug_in() -> str:
-    """Import torch_npu with its environment defaults set; return why this process does without it, or "".
+    """Import torch_npu with environment defaults where the user has set none; return why it is absent, or "".
 
     Call before importing the model libraries, which import torch_npu unguarded whenever it is installed. One that
     cannot be loaded is hidden from them: the process can use every other kind of device.
     """
     if sys.modules.get("torch_npu") is None and importlib.util.find_spec("torch_npu") is None:
         return _hidden.get("torch_npu", "torch_npu is not installed")
-    launch_env("npu")
+    for variable, value in _NPU_ENVIRONMENT.items():  # before the backend is loaded
+        # torch_npu aborts the process if both allocator variables are set.
+        if variable != "PYTORCH_NPU_ALLOC_CONF" or "PYTORCH_ALLOC_CONF" not in os.environ:
+            os.environ.setdefault(variable, value)
     try:
         importlib.import_module("torch_npu")
     except Exception as error:  # noqa: BLE001 - without its libraries it raises errors of many types
@@ -163,7 +154,8 @@ def setup(device: torch.device, deterministic: bool = False, num_threads: int = 
         device: from `resolve`.
         deterministic: use bitwise repeatable kernels and collectives, which are slower.
         num_threads: CPU threads of this process; 0 keeps torch's default.
-        collective_s: timeout of the vendor's collectives in seconds (NPU only); 0 keeps the vendor's default.
+        collective_s: timeout of the vendor's collectives in seconds (NPU only), unless the user has set one; 0 keeps
+            the vendor's default.
 
     Raises:
         ValueError: the device cannot be started.
@@ -176,7 +168,11 @@ def setup(device: torch.device, deterministic: bool = False, num_threads: int = 
             os.environ.setdefault(variable, value)
         torch.use_deterministic_algorithms(True)
     if device.type == "npu":
-        _bound_collectives(collective_s)
+        if collective_s:
+            os.environ.setdefault(_EXEC, f"{collective_s:.0f}")
+        if _EXEC in os.environ:
+            bound = float(os.environ[_EXEC])
+            os.environ.setdefault(_EVENT, f"{bound + EVENT_AFTER_EXEC_S:.0f}" if bound else "0")
         module = _module("npu")
         with _starting(device):
             module.set_compile_mode(jit_compile=False)
@@ -285,11 +281,16 @@ def memory(device: torch.device) -> dict[str, float]:
 
     On the CPU: this process's `allocated` and `peak` and the machine's `total`; empty where /proc is missing.
     """
-    if device.type == "cpu":
-        return _process_memory()
-    module = _module(device.type)
-    used = {"allocated": module.memory_allocated(device), "peak": module.max_memory_allocated(device)}
-    used |= {"reserved": module.memory_reserved(device), "total": module.mem_get_info(device)[1]}
+    if device.type != "cpu":
+        module = _module(device.type)
+        used = {"allocated": module.memory_allocated(device), "peak": module.max_memory_allocated(device)}
+        used |= {"reserved": module.memory_reserved(device), "total": module.mem_get_info(device)[1]}
+    elif (status := Path("/proc/self/status")).is_file():
+        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        used = {key: int(fields[name].split()[0]) * 1024 for key, name in (("allocated", "VmRSS"), ("peak", "VmHWM"))}
+        used["total"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        used = {}
     return {key: value / _GIB for key, value in used.items()}
 
 
@@ -384,17 +385,8 @@ def profiler(device: torch.device, folder: Path | str) -> AbstractContextManager
     return cast(AbstractContextManager[Any], library.profile(activities=activities, on_trace_ready=handler))
 
 
-def _bound_collectives(seconds: float) -> None:
-    """Set the vendor's timeouts that the user has not set; the event timeout must exceed the collective timeout."""
-    if seconds:
-        os.environ.setdefault(_EXEC, f"{seconds:.0f}")
-    if _EXEC in os.environ:
-        bound = float(os.environ[_EXEC])
-        os.environ.setdefault(_EVENT, f"{bound + EVENT_AFTER_EXEC_S:.0f}" if bound else "0")
-
-
 def _requested_kind(requested: str) -> str:
-    """Return the kind named by configuration or environment, or "auto"."""
+    # By the configuration or the environment.
     kind = os.environ.get(OVERRIDE, "auto") if requested == "auto" else requested
     if kind not in (*KINDS, "auto"):
         where = OVERRIDE if requested == "auto" else "device"
@@ -403,23 +395,18 @@ def _requested_kind(requested: str) -> str:
 
 
 def _problems() -> dict[str, str]:
-    """Return why each kind cannot be used on this machine, "" if it can."""
-    cuda = ""
-    npu = load_plug_in() or _unseen_npu()
+    """Say of each kind why it cannot be used on this machine, "" if it can."""
+    npu, cuda = load_plug_in(), ""
+    try:
+        if not npu and not _module("npu").is_available():
+            npu = "torch_npu sees no device (look at `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES)"
+    except Exception as error:  # noqa: BLE001 - as in load_plug_in
+        npu = f"torch_npu cannot look for devices ({_reason(error)}): {_start_npu()}"
     if not torch.backends.cuda.is_built():
         cuda = "this build of torch has no CUDA support"
     elif not torch.cuda.is_available():
         cuda = "torch sees no device (look at `nvidia-smi` and CUDA_VISIBLE_DEVICES)"
     return {"npu": npu, "cuda": cuda, "cpu": ""}
-
-
-def _unseen_npu() -> str:
-    try:
-        if _module("npu").is_available():
-            return ""
-    except Exception as error:  # noqa: BLE001 - as in load_plug_in
-        return f"torch_npu cannot look for devices ({_reason(error)}): {_start_npu()}"
-    return "torch_npu sees no device (look at `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES)"
 
 
 @contextlib.contextmanager
@@ -435,7 +422,6 @@ def _starting(device: torch.device) -> Iterator[None]:
 
 
 def _start_npu() -> str:
-    """Return what to do about an NPU that does not start."""
     absent = [package for package, module in CANN_PACKAGES.items() if importlib.util.find_spec(module) is None]
     lacking = f", which lacks {', '.join(absent)} here" if absent else ""
     return (
@@ -450,13 +436,3 @@ def _reason(error: Exception) -> str:
 
 def _module(kind: str) -> Any:
     return getattr(torch, kind)
-
-
-def _process_memory() -> dict[str, float]:
-    status = Path("/proc/self/status")
-    if not status.is_file():
-        return {}
-    fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
-    used = {key: int(fields[field].split()[0]) * 1024 for key, field in (("allocated", "VmRSS"), ("peak", "VmHWM"))}
-    used["total"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {key: value / _GIB for key, value in used.items()}

@@ -31,9 +31,6 @@ class LruCache(Generic[Key, Value]):
     def __contains__(self, key: Key) -> bool:
         return key in self._values
 
-    def __len__(self) -> int:
-        return len(self._values)
-
     def __getitem__(self, key: Key) -> Value:
         """Return a value and mark it as the most recently used; KeyError if it is not kept."""
         self._values.move_to_end(key)

@@ -43,14 +43,23 @@ def write_video(path: str | Path, video: Tensor, fps: float = 15, lossless: bool
     Raises:
         ValueError: wrong shape or type, or values that are not within [0, 1].
     """
-    path = Path(path)
-    frames = _to_frames(video)
-    with atomic_path(path) as temporary:
+    if video.ndim != 4 or video.shape[0] != 3 or 0 in video.shape:
+        raise ValueError(f"video to write has shape {tuple(video.shape)}, must be (3, T, h, w)")
+    video = video.detach().cpu()
+    if video.is_floating_point():
+        video = levels(video)
+    if video.dtype != torch.uint8:
+        raise ValueError(f"video to write is {video.dtype}, must be uint8 or floating point")
+    frames: NDArray[np.uint8] = rearrange(video, "c t h w -> t h w c").contiguous().numpy()
+    if not lossless:
+        odd = [(0, size % 2) for size in frames.shape[1:3]]
+        frames = np.pad(frames, [(0, 0), *odd, (0, 0)], mode="edge")
+    with atomic_path(Path(path)) as temporary:
         _encode(temporary, frames, fps, lossless)
 
 
 def levels(video: Tensor) -> Tensor:
-    """Return the uint8 of a video of floats in [0, 1].
+    """Round a video of floats in [0, 1] to uint8.
 
     Raises:
         ValueError: values that are not within [0, 1].
@@ -62,22 +71,7 @@ def levels(video: Tensor) -> Tensor:
     return scaled.to(torch.uint8)
 
 
-def _to_frames(video: Tensor) -> NDArray[np.uint8]:
-    if video.ndim != 4 or video.shape[0] != 3 or 0 in video.shape:
-        raise ValueError(f"video to write has shape {tuple(video.shape)}, must be (3, T, h, w)")
-    video = video.detach().cpu()
-    if video.is_floating_point():
-        video = levels(video)
-    if video.dtype != torch.uint8:
-        raise ValueError(f"video to write is {video.dtype}, must be uint8 or floating point")
-    frames: NDArray[np.uint8] = rearrange(video, "c t h w -> t h w c").contiguous().numpy()
-    return frames
-
-
 def _encode(path: Path, frames: NDArray[np.uint8], fps: float, lossless: bool) -> None:
-    if not lossless:
-        odd = [(0, size % 2) for size in frames.shape[1:3]]
-        frames = np.pad(frames, [(0, 0), *odd, (0, 0)], mode="edge")
     codec, options = ("libx264rgb", {"qp": "0"}) if lossless else ("libx264", PLAYABLE)
     with av.open(str(path), "w", format="mp4", options={"movflags": "faststart"}) as container:
         rate = Fraction(fps).limit_denominator(1001)
@@ -90,21 +84,17 @@ def _encode(path: Path, frames: NDArray[np.uint8], fps: float, lossless: bool) -
             stream.codec_context.colorspace = Colorspace.ITU601
             stream.codec_context.color_range = ColorRange.MPEG
         for frame in frames:
-            container.mux(stream.encode(_picture(frame, lossless)))
+            picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
+            if not lossless:
+                picture = picture.reformat(
+                    format="yuv420p",
+                    dst_colorspace=Colorspace.ITU601,
+                    dst_color_range=ColorRange.MPEG,
+                    interpolation=EXACT_COLOURS | Interpolation.FULL_CHR_H_INP,
+                    threads=THREADS,
+                )
+            container.mux(stream.encode(picture))
         container.mux(stream.encode())
-
-
-def _picture(frame: NDArray[np.uint8], lossless: bool) -> av.VideoFrame:
-    picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
-    if lossless:
-        return picture
-    return picture.reformat(
-        format="yuv420p",
-        dst_colorspace=Colorspace.ITU601,
-        dst_color_range=ColorRange.MPEG,
-        interpolation=EXACT_COLOURS | Interpolation.FULL_CHR_H_INP,
-        threads=THREADS,
-    )
 
 
 def read_frames(path: str | Path) -> Iterator[NDArray[np.uint8]]:

@@ -265,14 +265,15 @@ def test_a_training_that_asks_for_an_npu_which_cannot_start_ends_with_one_line_a
     assert done.stderr.count("\n") == 1 and "libascendcl.so" in done.stderr
 
 
-def test_environment_defaults_never_override_the_user() -> None:
+def test_environment_defaults_never_override_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_npu_that_sees(monkeypatch, 1)
     os.environ |= {"TASK_QUEUE_ENABLE": "2", "PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}
-    assert device_api.launch_env("npu")["TASK_QUEUE_ENABLE"] == "2"
+    device_api.load_plug_in()
+    assert os.environ["TASK_QUEUE_ENABLE"] == "2" and os.environ["CPU_AFFINITY_CONF"] == "1"
     assert "PYTORCH_NPU_ALLOC_CONF" not in os.environ  # the general one is set
     del os.environ["PYTORCH_ALLOC_CONF"]
-    device_api.launch_env("npu")
+    device_api.load_plug_in()
     assert os.environ["PYTORCH_NPU_ALLOC_CONF"] == "expandable_segments:True"
-    assert device_api.launch_env(CPU) == {}
     may_be_set = {"HCCL_CONNECT_TIMEOUT", "HCCL_DETERMINISTIC", "HCCL_EXEC_TIMEOUT", "HCCL_EVENT_TIMEOUT"}
     assert may_be_set <= set(device_api.NPU_VARIABLES)
 
