@@ -19,7 +19,7 @@ _MATRIX_TEXT = re.compile(r"(\s*\[[^\[\]_]*\]){4}\s*")  # Python would read 1_0 
 
 
 def camera_names(file: Path) -> tuple[str, ...]:
-    """Return the names of the cameras that have a pose in a file's first frame, sorted.
+    """Read the names of the cameras that have a pose in a file's first frame, sorted.
 
     Raises:
         ValueError: unreadable file, or one without a first frame.
@@ -31,7 +31,7 @@ def camera_names(file: Path) -> tuple[str, ...]:
 
 
 def read_cameras(file: Path, cameras: Sequence[str], num_frames: int) -> Tensor:
-    """Return absolute poses (cameras, num_frames, 4, 4): float64 OpenCV camera-to-world in metres.
+    """Read absolute poses (cameras, num_frames, 4, 4): float64 OpenCV camera-to-world in metres.
 
     Raises:
         ValueError: unreadable file, missing frame or camera, malformed matrix, or a matrix that is not a rigid pose;
@@ -60,7 +60,7 @@ def read_cameras(file: Path, cameras: Sequence[str], num_frames: int) -> Tensor:
 
 
 def _parse_matrix(text: object, place: str) -> list[list[float]]:
-    """Parse the text "[r r r 0] [r r r 0] [r r r 0] [x y z 1] "."""
+    # Of the form "[r r r 0] [r r r 0] [r r r 0] [x y z 1] ".
     refusal = f"{place}: got {str(text)[:60]!r}, must be four rows of four numbers such as '[1 0 0 0]'; export it again"
     if not isinstance(text, str) or _MATRIX_TEXT.fullmatch(text) is None:
         raise ValueError(refusal)
@@ -74,7 +74,7 @@ def _parse_matrix(text: object, place: str) -> list[list[float]]:
 
 
 def _check_rigid(poses: Tensor, places: Sequence[str]) -> None:
-    """Raise ValueError for converted poses (N, 4, 4) that are not rigid, naming the place of the first."""
+    # Converted poses (N, 4, 4); the error names the place of the first that is not rigid.
     try:
         check_poses(poses)
     except ValueError:

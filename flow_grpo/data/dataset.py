@@ -109,15 +109,10 @@ def make_loader(
     prefetch_factor: int = 2,
     collate: Callable[[list[Any]], Any] = list,
 ) -> DataLoader[Any]:
-    """Make this rank's DataLoader of lists of items; never pass it through `accelerator.prepare`.
+    """Make this rank's DataLoader; never pass it through `accelerator.prepare`.
 
-    Args:
-        dataset: the items.
-        sampler: a batch sampler that yields this rank's batches only, as all samplers in this package do.
-        num_workers: worker processes; 0 reads in the calling process.
-        persistent: keep the workers alive between epochs.
-        prefetch_factor: batches that each worker holds ready.
-        collate: makes a batch of the list of items; it is sent to the workers by pickle.
+    The sampler must yield this rank's batches only, as all samplers in this package do. Without workers the calling
+    process reads. `collate` makes a batch of a list of items; it is sent to the workers by pickle.
     """
     workers: dict[str, Any] = {
         "num_workers": num_workers,

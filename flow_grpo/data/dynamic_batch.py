@@ -198,7 +198,7 @@ class DynamicBatchSampler(AlreadySharded, Sampler[list[int]]):
         self.epoch, self._start, self.dropped_items = epoch, 0, oversized
 
     def _count_draws(self) -> list[dict[int, int]]:
-        """Return `drawn_before` of every row; of a rank that is to hold filler, of none."""
+        # `drawn_before` of every row; of a rank that is to hold filler, of none.
         seen: Counter[int] = Counter()
         found: list[dict[int, int]] = []
         for row in self._rows:
@@ -210,7 +210,7 @@ class DynamicBatchSampler(AlreadySharded, Sampler[list[int]]):
         return found
 
     def _packed(self, draws: list[int]) -> list[list[int]]:
-        """Return batches of one structure each, filled greedily in the order drawn."""
+        # Of one structure each, filled greedily in the order drawn.
         batches: list[list[int]] = []
         latest: dict[Hashable, tuple[list[int], int]] = {}  # the open batch of each structure and what still fits
         for index in draws:
@@ -227,11 +227,7 @@ class DynamicBatchSampler(AlreadySharded, Sampler[list[int]]):
         return batches
 
     def _draws(self, epoch: int) -> list[int]:
-        """Return the indices that all ranks together draw in an epoch, in the order in which they are packed.
-
-        Raises:
-            ValueError: the sampler drew an index outside the dataset.
-        """
+        # By all ranks together, in the order in which they are packed.
         n, inner = len(self._costs), self._sampler
         if inner is None:
             shuffled = torch.randperm(n, generator=generator(self.seed, "draw", epoch))

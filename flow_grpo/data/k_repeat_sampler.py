@@ -127,7 +127,7 @@ class DistributedKRepeatSampler(AlreadySharded, Sampler[list[SampleKey]]):
 
     @property
     def conditions_per_batch(self) -> int:
-        """Return m, the number of distinct conditions in a batch over all ranks."""
+        """Number m of distinct conditions in a batch over all ranks."""
         return self.num_replicas * self.batch_size // self.k
 
     def plan(self, step: int) -> list[list[SampleKey]]:
@@ -154,10 +154,8 @@ class DistributedKRepeatSampler(AlreadySharded, Sampler[list[SampleKey]]):
     def set_epoch(self, epoch: int) -> None:
         """Alias of `seek`, for training loops that call `set_epoch`; call it before `iter()`.
 
-        An iterator that runs already stays where it is, so that `check` raises at its next batch.
-
-        Args:
-            epoch: the step, usually `epoch * num_batches_per_epoch + i`.
+        The argument is the step, usually `epoch * num_batches_per_epoch + i`. An iterator that runs already stays where
+        it is, so that `check` raises at its next batch.
         """
         self.seek(epoch)
 
@@ -225,7 +223,7 @@ class DistributedKRepeatSampler(AlreadySharded, Sampler[list[SampleKey]]):
         self.seek(next_step)
 
     def _batch_pairs(self, step: int) -> list[tuple[int, int]]:
-        """Return the (gid, slot) pairs of a step in rank order, slot-major: copies of a group are m apart."""
+        # (gid, slot) in rank order, slot-major: copies of a group are m apart.
         m = self.conditions_per_batch
         pairs = [(step * m + position, slot) for slot in range(self.k) for position in range(m)]
         if self.layout == "spread":
@@ -234,7 +232,7 @@ class DistributedKRepeatSampler(AlreadySharded, Sampler[list[SampleKey]]):
         return [pairs[position] for position in order.tolist()]
 
     def _contiguous_pairs(self, step: int) -> list[tuple[int, int]]:
-        """Return the (gid, slot) pairs of a step in rank order, each rank owning whole groups of the round."""
+        # (gid, slot) in rank order, each rank owning whole groups of the round.
         round_index, batch = divmod(step, self.num_batches_per_epoch)
         per_round = self.num_batches_per_epoch * self.conditions_per_batch
         per_rank = per_round // self.num_replicas
@@ -246,7 +244,7 @@ class DistributedKRepeatSampler(AlreadySharded, Sampler[list[SampleKey]]):
         ]
 
     def _index(self, gid: int) -> int:
-        """Return the condition of a group: its step belongs to one structure, which is visited in its own passes."""
+        # The condition of a group: its step belongs to one structure, which is visited in its own passes.
         step, place = divmod(gid, self.conditions_per_batch)
         structure, own_step = self._structure_of(step)
         members = self._members[structure]
@@ -257,10 +255,8 @@ class DistributedKRepeatSampler(AlreadySharded, Sampler[list[SampleKey]]):
         return members[pass_order(n, m, seed, number)[position]]
 
     def _structure_of(self, step: int) -> tuple[int, int]:
-        """Return the structure of a step, and how many earlier steps had it.
-
-        Each cycle gives a structure turns in proportion to its number of conditions, in shuffled order.
-        """
+        # The structure of a step, and how many earlier steps had it. Each cycle gives a structure turns in proportion
+        # to its number of conditions, in shuffled order.
         if len(self._members) == 1:
             return 0, step
         turns = tuple(len(members) // self.conditions_per_batch for members in self._members)
@@ -301,10 +297,9 @@ class DistributedKRepeatSampler(AlreadySharded, Sampler[list[SampleKey]]):
                 f"num_replicas={ranks} ({given}, m={m}); change num_batches_per_epoch or use layout spread"
             )
         if self.rank == 0:
-            self._say_repeats(given)
+            self._log_repeats(given)
 
-    def _say_repeats(self, given: str) -> None:
-        """Log that epochs draw a condition twice, or that some may."""
+    def _log_repeats(self, given: str) -> None:
         drawn, n = self.num_batches_per_epoch * self.conditions_per_batch, self.num_conditions
         text = (
             "an epoch draws %d conditions from a dataset of %d, so %s (%s); harmless: each draw is a group of its own"
@@ -340,14 +335,14 @@ def pass_order(n: int, m: int, seed: int, number: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4)
 def _cycle_order(turns: tuple[int, ...], seed: int, cycle: int) -> tuple[int, ...]:
-    """Return a shuffled cycle in which structure s appears turns[s] times."""
+    # Structure s appears turns[s] times.
     order = [structure for structure, count in enumerate(turns) for _ in range(count)]
     picked = torch.randperm(len(order), generator=generator(seed, "turns", cycle)).tolist()
     return tuple(order[place] for place in picked)
 
 
 def _members_by_structure(n: int, structures: Sequence[Hashable] | None) -> list[list[int]]:
-    """Return the indices of each structure, structures in sorted order."""
+    # Structures in sorted order.
     if structures is None:
         return [list(range(n))]
     if len(structures) != n:

@@ -17,10 +17,7 @@ COLUMN = "prompt"
 class PromptDataset(ConditionDataset):
     """One condition a prompt, without source video and camera.
 
-    Args:
-        prompts: distinct texts.
-        size: (T, height, width) of the videos to make, in pixels.
-        name: name of the file they are from, for messages.
+    Prompts are distinct. Messages have the `name` of their file.
     """
 
     def __init__(self, prompts: Sequence[str], size: Size, name: str) -> None:

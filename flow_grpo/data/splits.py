@@ -79,13 +79,9 @@ def whole_splits(data: DataConfig) -> list[Split]:
 def set_aside(
     items: Sequence[Item], count: int, kind: str, name: Callable[[Item], str]
 ) -> tuple[list[Item], list[Item]]:
-    """Part items into (the others, `count`), each in the given order, by a hash of their names.
+    """Part items into (the others, `count`), each in the given order, by a hash of their distinct names.
 
-    Args:
-        items: scenes or prompts.
-        count: how many are set aside.
-        kind: what they are, such as "scenes".
-        name: name of an item, distinct.
+    The items' `kind` is "scenes" or "prompts".
 
     Raises:
         ValueError: no item would be left.

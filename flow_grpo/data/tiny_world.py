@@ -71,13 +71,11 @@ class TinyScene:
 
     Attributes:
         room: the room.
-        poses: (cameras, T, 4, 4) float64 absolute OpenCV camera-to-world in metres.
-        presets: preset name of each camera.
+        poses: (cameras, T, 4, 4) float64 absolute OpenCV camera-to-world in metres, a camera for each of `PRESETS`.
     """
 
     room: Room
     poses: Tensor
-    presets: tuple[str, ...]
 
 
 def make_scene(spec: WorldSpec, split: str, number: int) -> TinyScene:
@@ -93,7 +91,7 @@ def make_scene(spec: WorldSpec, split: str, number: int) -> TinyScene:
         rotation = spec.rotation[0] + (spec.rotation[1] - spec.rotation[0]) * second
         path = preset_path(name, spec.frames, translation_scale=translation, rotation_scale=rotation)
         paths.append(start @ path)
-    return TinyScene(room, torch.stack(paths), tuple(PRESETS))
+    return TinyScene(room, torch.stack(paths))
 
 
 def _start_pose(draw: torch.Generator) -> Tensor:
@@ -140,7 +138,7 @@ def write_tiny_world(root: str | Path, spec: WorldSpec) -> None:
 
 
 def _write_scene(folder: Path, spec: WorldSpec, scene: TinyScene) -> None:
-    names = [f"cam{camera + 1:02d}" for camera in range(len(scene.presets))]
+    names = [f"cam{camera + 1:02d}" for camera in range(len(PRESETS))]
     rays = spec.frames * spec.height * spec.width * SUPERSAMPLE**2
     at_once = max(1, RAYS_AT_ONCE // rays)  # cameras: large clips are not all in memory
     (folder / "videos").mkdir(parents=True)
@@ -161,7 +159,7 @@ def _write_scene(folder: Path, spec: WorldSpec, scene: TinyScene) -> None:
     frames = zip(*texts, strict=True)
     extrinsics = {f"frame{frame}": dict(zip(names, row, strict=True)) for frame, row in enumerate(frames)}
     (folder / "cameras" / "camera_extrinsics.json").write_text(json.dumps(extrinsics))
-    (folder / "cameras" / "presets.json").write_text(json.dumps(dict(zip(names, scene.presets, strict=True))))
+    (folder / "cameras" / "presets.json").write_text(json.dumps(dict(zip(names, PRESETS, strict=True))))
     (folder / "room.json").write_text(json.dumps(scene.room.to_dict()))
 
 

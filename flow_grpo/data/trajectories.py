@@ -136,7 +136,7 @@ def read_filmed_path(file: Path, num_frames: int) -> Tensor:
 
 
 def _read_poses(file: Path) -> tuple[Tensor, float | None, bool]:
-    """Return the poses of a JSON file, float64 of any shape, and its `fps` and `relative`."""
+    # Poses are float64 of any shape.
     content = read_json(file, "write the trajectory again")
     entries: dict[str, Any] = content if isinstance(content, dict) else {"poses": content}
     if not {"poses"} <= set(entries) <= {"poses", "fps", "relative"}:
@@ -202,10 +202,7 @@ def fit_path(
 
 
 def _frame_positions(count: int, num_frames: int, fps: float | None, name: str) -> Tensor:
-    """Return the (num_frames,) float64 fractional pose index of every video frame in a path of `count` poses.
-
-    Without `fps` the path is stretched over the video. ValueError, with the path's `name`, if the path is too short.
-    """
+    # (num_frames,) float64 fractional pose index of every video frame; without `fps` the path is stretched.
     frames = torch.arange(num_frames, dtype=torch.float64)
     if fps is None:
         return frames * (count - 1) / max(num_frames - 1, 1)
@@ -353,7 +350,6 @@ def _is_file(trajectory: Trajectory) -> bool:
 
 
 def _label(trajectory: Trajectory) -> str:
-    """Return a trajectory's name: the file's stem, or the preset text without spaces."""
     return Path(trajectory).stem if _is_file(trajectory) else "".join(str(trajectory).split())
 
 

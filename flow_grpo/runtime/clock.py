@@ -13,11 +13,7 @@ from flow_grpo.runtime import device as device_api
 
 
 class Clock:
-    """Adds up wall time per phase, from its creation on.
-
-    Args:
-        device: synchronised at both ends of a phase.
-    """
+    """Adds up wall time per phase, from its creation on; the device is synchronised at both ends of a phase."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._begun = device, time.perf_counter()
@@ -34,7 +30,7 @@ class Clock:
         self.seconds[name] += time.perf_counter() - begun
 
     def metrics(self) -> dict[str, float]:
-        """Return `time/` metrics in seconds: since the creation in all, in each phase and in none, and hidden ones."""
+        """`time/` metrics in seconds: since the creation in all, in each phase and in none, and hidden ones."""
         total = time.perf_counter() - self._begun
         phases = {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
         hidden = {f"time/{name}_hidden_s": seconds for name, seconds in self.hidden.items()}
@@ -42,10 +38,9 @@ class Clock:
 
 
 class Ledger:
-    """Seconds of a run outside of its epochs; each entry begins where the one before ended, so that none is in none.
+    """Seconds of a run outside of its epochs; each entry begins where the one before ended, so that none is lost.
 
-    Args:
-        begun: when the run's program began, by `time.perf_counter`; by default now.
+    The first begins with the run's program, by `time.perf_counter`, or now.
     """
 
     def __init__(self, begun: float | None = None) -> None:
@@ -53,7 +48,7 @@ class Ledger:
         self._booked: defaultdict[str, float] = defaultdict(float)
 
     def since(self) -> float:
-        """Return the seconds since the last entry, which end it: they are the caller's to log."""
+        """End an entry that the caller logs, and return its seconds."""
         now = time.perf_counter()
         seconds, self._until = now - self._until, now
         return seconds
@@ -63,6 +58,6 @@ class Ledger:
         self._booked[name] += self.since()
 
     def take(self) -> dict[str, float]:
-        """Return the booked seconds by metric, and forget them."""
+        """Take out the booked seconds by metric."""
         booked, self._booked = dict(self._booked), defaultdict(float)
         return booked

@@ -28,13 +28,10 @@ def start_program() -> None:
 
 
 def launch(main: Callable[..., int], begun: float | None = None) -> NoReturn:
-    """Run a training program's `main` and exit with its code.
+    """Run a training program's `main(begun=...)` and exit with the code that it returns.
 
-    After an error it skips the interpreter's shutdown, which can abort or hang while a process group is up.
-
-    Args:
-        main: returns the exit code; takes `begun`.
-        begun: when the process began, by `time.perf_counter`; by default now.
+    The process began at `begun`, by `time.perf_counter`. After an error the interpreter's shutdown is skipped, which
+    can abort or hang while a process group is up.
     """
     start_program()
     try:

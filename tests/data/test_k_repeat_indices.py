@@ -1,15 +1,22 @@
-"""The group sampler's draws as indices, for a plain data set and DataLoader, also beside accelerate."""
+"""The group sampler's draws as indices, for a plain data set and DataLoader, also beside accelerate.
+
+What is sharded already is not sharded by accelerate a second time.
+"""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, TensorDataset
 
+from flow_grpo.data.dynamic_batch import DynamicBatchSampler
 from flow_grpo.data.k_repeat_indices import KRepeatIndices
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler, StaleBatchError
 from flow_grpo.runtime.ranks.process_group import World
@@ -55,10 +62,6 @@ def test_an_iterator_keeps_its_epoch_when_the_next_is_named():
     running = iter(own)
     own.set_epoch(1)
     assert list(running) == first and list(own) != first
-
-
-def test_a_negative_epoch_is_refused():
-    own = batches()
     with pytest.raises(ValueError, match="epoch is -1, must be at least 0"):
         own.set_epoch(-1)
 
@@ -81,3 +84,26 @@ def under_accelerate(world: World) -> list[list[int]]:
 def test_under_accelerate_every_group_is_whole_over_the_processes():
     for gathered in run_ranks(under_accelerate, 2, fresh=True):
         assert [Counter(gids) for gids in gathered] == [{0: 4, 1: 4}, {2: 4, 3: 4}]
+
+
+def costs(world_size: int) -> DynamicBatchSampler:
+    return DynamicBatchSampler(VALUES, 4, num_replicas=world_size, rank=0, cost=lambda _: 1)
+
+
+MADE = [lambda world_size: batches(0, world_size).sampler, costs, lambda world_size: batches(0, world_size)]
+
+
+@pytest.mark.parametrize("made", MADE, ids=["groups", "costs", "indices"])
+@pytest.mark.parametrize("even", [True, False])
+def test_accelerate_s_prepare_is_refused_on_several_processes(made: Callable[[int], Any], even: bool) -> None:
+    loader = DataLoader(range(10), batch_sampler=made(2))
+    with pytest.raises(TypeError, match=r"yields this rank's batches already, so accelerator\.prepare would lose"):
+        prepare_data_loader(loader, num_processes=2, process_index=0, even_batches=even, put_on_device=False)
+
+
+@pytest.mark.parametrize("made", MADE[1:], ids=["costs", "indices"])
+def test_on_one_process_a_prepared_loader_loses_nothing(made: Callable[[int], Any]) -> None:
+    loader = DataLoader(range(10), batch_sampler=made(1))
+    prepared = prepare_data_loader(loader, num_processes=1, process_index=0, put_on_device=False)
+    found = torch.cat(list(prepared)).tolist()
+    assert found == [index for batch in made(1) for index in batch]

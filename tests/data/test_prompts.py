@@ -1,11 +1,15 @@
-"""Prompts from files."""
+"""Prompts from files, and what is set aside of the training data."""
 
 from __future__ import annotations
 
+from operator import attrgetter
+from pathlib import Path
+
 import pytest
 
+from flow_grpo.data.multicam import Scene
 from flow_grpo.data.prompts import PromptDataset, read_prompts
-from flow_grpo.data.splits import held_out_data, training_data, whole_splits
+from flow_grpo.data.splits import held_out_data, set_aside, training_data, whole_splits
 from flow_grpo.settings.loading import ConfigError, load_config
 from tests.test_train_grpo import ROOT
 
@@ -69,3 +73,19 @@ def test_the_splits_of_a_recipe_of_prompts_are_its_files(monkeypatch):
 def test_settings_that_do_not_go_with_prompts_are_refused(knob, message):
     with pytest.raises(ConfigError, match=message):
         load_config(f"{ROOT}/config/grpo.py:tiny_wan_t2v", [f"--config.{knob}"])
+
+
+def test_scenes_are_set_aside_by_name_whatever_their_order_and_number():
+    def aside(scenes, count):
+        return set_aside(scenes, count, "scenes", attrgetter("name"))
+
+    scenes = [Scene(Path(), f"train/f18_aperture10/scene{number}", ("cam01", "cam02"), None) for number in range(30)]
+    rest, chosen = aside(scenes, 8)
+    assert len(chosen) == 8 and sorted([*rest, *chosen], key=scenes.index) == scenes
+    assert (rest, chosen) == (sorted(rest, key=scenes.index), sorted(chosen, key=scenes.index))
+    assert chosen != scenes[:8]
+    assert aside(scenes[::-1], 8) == (rest[::-1], chosen[::-1])
+    assert aside([scene for scene in scenes if scene != rest[0]], 8)[1] == chosen
+    assert aside(scenes, 0) == (scenes, [])
+    with pytest.raises(ValueError, match=r"data\.tune_scenes is 30, must be below the 30 training scenes"):
+        aside(scenes, 30)

@@ -76,7 +76,7 @@ def test_what_is_written_is_read_back_as_it_was_filmed(root: Path) -> None:
         condition = data.condition(index)
         target, source = int(condition.target_camera[3:]) - 1, int(condition.source_camera[3:]) - 1
         assert target != source
-        assert condition.preset == scene.presets[target]
+        assert condition.preset == [*PRESETS][target]
         assert condition.target_video is not None and condition.reference_pose is not None
         assert (condition.target_video - videos[target]).abs().max() < 2.5 / 255
         assert (condition.source_video - videos[source]).abs().max() < 2.5 / 255

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import random
@@ -50,6 +49,7 @@ from flow_grpo.settings.schema import Config
 from tests import scripted_server
 from tests.damage import damaged_bytes, damaged_json, damaged_text, ends
 from tests.data.test_multicam import FRAMES, extrinsics, write_scene
+from tests.run.test_run_state import make_fit
 from tests.scripted_server import HEALTH, ScriptedServer, scores, silent
 from tests.tiny_models import CPU, make_tiny_folder
 from tests.toy import ToyPolicy
@@ -223,14 +223,6 @@ def model(place: Path) -> Attempt:
 def checkpoint(place: Path) -> Attempt:
     original = place / "saved" / "checkpoint_000000"
 
-    def fit(folder: Path) -> None:
-        """Make the manifest vouch for the files as they are."""
-        manifest = json.loads((original / "manifest.json").read_text())
-        for name, entry in manifest["files"].items():
-            content = (folder / name).read_bytes()
-            entry |= {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        (folder / "manifest.json").write_text(json.dumps(manifest))
-
     def attempt(draw: random.Random) -> None:
         run = place / "run"
         shutil.rmtree(run, ignore_errors=True)
@@ -241,7 +233,7 @@ def checkpoint(place: Path) -> Attempt:
             damaged_text(json.loads(content), draw) if file.suffix == ".json" else damaged_bytes(content, draw)
         )
         if file.name != "manifest.json" and draw.random() < 0.8:
-            fit(folder)
+            make_fit(folder)
         state = a_run()
         found = resume.find(draw.choice(["auto", str(folder)]), run, world=World())
         assert found is not None

@@ -36,14 +36,9 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A loaded checkpoint; tensors are on the CPU.
+    """A checkpoint that `world_size` ranks saved at `step`, with tensors on the CPU.
 
-    Attributes:
-        path: its folder.
-        step: the step it was saved at.
-        world_size: number of ranks that saved it.
-        state: shared by all ranks.
-        per_rank: this rank's own state, or None if fewer ranks saved it.
+    `state` is shared by all ranks; `per_rank` is this rank's own, None if fewer ranks saved it.
     """
 
     path: Path

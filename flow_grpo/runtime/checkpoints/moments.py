@@ -17,12 +17,9 @@ def moments_by_place(optimizer: torch.optim.Optimizer, parameters: Sequence[Tens
 def load_moments(
     optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], moments: Mapping[int, Mapping[str, Any]]
 ) -> None:
-    """Restore what `moments_by_place` returned; learning rates and the like stay the optimizer's own.
+    """Restore what `moments_by_place` returned for the same parameters, whatever the order of the optimizer's groups.
 
-    Args:
-        optimizer: over `parameters`, in groups of any order.
-        parameters: as when they were saved.
-        moments: by position in `parameters`.
+    Learning rates and the like stay the optimizer's own.
 
     Raises:
         ValueError: moments of other weights; nothing is changed.

@@ -20,11 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class RunLock:
-    """The lock of one run's folder; the system releases it when the process ends for whatever reason.
-
-    Args:
-        folder: folder of the run, created by `take`.
-    """
+    """The lock of one run's folder; the system releases it when the process ends for whatever reason."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / LOCK
@@ -32,7 +28,7 @@ class RunLock:
         self._lock = FileLock(self._file, blocking=False, thread_local=False, fallback_to_soft=False)
 
     def take(self) -> None:
-        """Lock the folder, unless this object has locked it already.
+        """Create and lock the folder, unless this object has locked it already.
 
         Raises:
             ValueError: another process holds the lock, or the lock file is a symbolic link.

@@ -34,13 +34,10 @@ DeviceGroup = dist.ProcessGroup | None
 class ContextParallel:
     """The ranks that share the tokens of a sample; by default this one alone, and nothing is exchanged.
 
-    Args:
-        ranks: this one among them.
-        device_group: group of the same ranks, for tensors on the device.
-        timeout_s: timeout of their collectives.
+    The device group is of the same ranks, for tensors on the device; the timeout is that of its collectives.
 
     Attributes:
-        team: how many ranks exchange tokens for heads: consecutive ones.
+        team: number of consecutive ranks that exchange tokens for heads.
     """
 
     def __init__(self, ranks: Group | None = None, device_group: DeviceGroup = None, timeout_s: float = 0.0) -> None:
@@ -188,15 +185,9 @@ class Share:
 
 
 def share_samples(world: World, size: int, device: torch.device) -> tuple[World, ContextParallel]:
-    """Let consecutive ranks share samples, so many each (collective call).
+    """Let consecutive ranks share samples, `train.context_parallel` of them each one (collective call).
 
-    Args:
-        world: a multiple of `size` ranks.
-        size: `train.context_parallel`.
-        device: this rank's.
-
-    Returns:
-        The world with its groups `data` and `sample`, and `sample` for tensors on the device.
+    It returns the world with its groups `data` and `sample`, and `sample` for tensors on the device.
     """
     if size == 1:
         return world, ContextParallel()

@@ -103,11 +103,7 @@ def hand_out(
 ) -> dict[Key, Tensor]:
     """Send what others need of this rank's, return what it needs of theirs (collective call).
 
-    Args:
-        own: key -> tensor in fp32 that this rank has made; shapes may differ.
-        owner: from `owners`.
-        wanted: as there.
-        group: who takes part.
+    Tensors are fp32, of any shapes; `owner` is what `owners` made of `wanted`.
     """
     made_here = [list(own[key].shape) for key in owner if key in own]
     shapes = [iter(json.loads(text)) for text in group.gather_text(json.dumps(made_here))]

@@ -41,13 +41,8 @@ class _Peer:
 class Monitor:
     """The watchdog without its thread: publishes this rank's status and judges that of all ranks.
 
-    Args:
-        store: shared by all ranks.
-        rank: number of this process.
-        world_size: number of ranks.
-        dead_s: seconds without a new status line after which a rank counts as dead.
-        silent_s: seconds without progress after which a rank counts as hanging; must exceed the longest step.
-        now: current time in seconds on the clock of later `check` calls.
+    A rank counts as dead after `dead_s` seconds without a new status line, and as hanging after `silent_s` without
+    progress, which must exceed the longest step. `now` is in seconds on the clock of later `check` calls.
     """
 
     def __init__(
@@ -109,14 +104,12 @@ class Monitor:
         return f"{self._progress}|{'waiting' if self._waiting else 'working'}|{self.phase}"
 
     def _read(self, key: str) -> str:
-        """Return the value of a key, or "" if it is missing: `get` would block on it."""
+        # "" if it is missing: `get` would block on it.
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _fault(self, now: float) -> str | None:
-        """Return the errors that failed ranks announced, or None if no rank failed.
-
-        During a grace period it returns "": the ranks may still exchange the errors themselves through a collective.
-        """
+        # The errors that failed ranks announced, None if no rank failed. During a grace period it is "": the ranks may
+        # still exchange the errors themselves through a collective.
         faults = {peer: text for peer in self._peers if (text := self._read(f"fault/{peer}"))}
         if not faults:
             self._fault_seen = 0.0
@@ -128,7 +121,7 @@ class Monitor:
         return "; ".join(f"rank {peer} failed {text}" for peer, text in faults.items())
 
     def _dead(self, now: float) -> str:
-        """Read the peers' status; return which one has stopped writing it, or ""."""
+        # Reads the peers' status, and says which one has stopped writing it.
         for rank, peer in self._peers.items():
             line = self._read(f"beat/{rank}")
             if line != peer.line:
@@ -143,11 +136,8 @@ class Monitor:
         return ""
 
     def _hanging(self, now: float) -> str:
-        """Return which rank hangs, or "".
-
-        Ranks that wait for peers are only blamed if all ranks wait. Device collectives and gradient synchronisation are
-        not marked as waiting; of the ranks stuck there, the one with the least progress is blamed.
-        """
+        # Ranks that wait for peers are only blamed if all ranks wait. Device collectives and gradient synchronisation
+        # are not marked as waiting; of the ranks stuck there, the one with the least progress is blamed.
         own = self._status()
         if own != self._own.progress:
             self._own.progress, self._own.moved = own, now
