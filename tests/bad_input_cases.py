@@ -19,19 +19,14 @@ from flow_grpo.run.assemble import assemble
 from flow_grpo.run.command_line import read_command_line
 from flow_grpo.runtime.ranks.start_up import set_up_rank
 from flow_grpo.runtime.video_file import write_video
+from tests.test_train_grpo import SMALL
 from tests.tiny_models import make_tiny_folder
 
 ROOT = Path(__file__).parents[1]
-SMALL = {
-    "device": "cpu",
+LEAST = SMALL | {
     "num_epochs": 1,
-    "max_minutes": 0,
-    "trackers": "",
-    "log_videos_every": 0,
     "data.tiny_world": "",
-    "data.tune_scenes": 0,
     "sample.k": 2,
-    "train.copies": 0,
     "sample.train_batch_size": 2,
     "sample.num_batches_per_epoch": 1,
     "sample.num_steps": 2,
@@ -39,12 +34,8 @@ SMALL = {
     "sample.sde_window": 0,
     "train.batch_size": 2,
     "reward.weights": "motion_mag=1",
-    "eval.every": 0,
     "eval.num_conditions": 1,
     "eval.num_steps": 1,
-    "eval.gold": "",
-    "eval.videos": 0,
-    "eval.signal_groups": 0,
 }
 
 
@@ -70,7 +61,7 @@ class Setup:
     def words(self) -> list[str]:
         """The command line."""
         places = {"data.root": "world", "model.path": "model", "output_root": "runs"}
-        knobs = SMALL | {name: str(self.folder / part) for name, part in places.items()} | {"run_name": "run"}
+        knobs = LEAST | {name: str(self.folder / part) for name, part in places.items()} | {"run_name": "run"}
         return ["--config", self.recipe, *(f"--config.{name}={value}" for name, value in (knobs | self.knobs).items())]
 
     def scenes(self, split: str = "val") -> list[Path]:

@@ -20,33 +20,13 @@ import torch.distributed as dist
 import flow_grpo
 import train_grpo
 from flow_grpo.runtime.ranks.process_group import World
+from tests.test_train_grpo import SMALL
 from tests.tiny_models import make_tiny_folder
-from tests.untuned import UNTUNED
 from tests.workers import run_ranks
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "library.md"
 GRPO, COST, REWARDS, TRAINER = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-SMALL = UNTUNED | {
-    "device": "cpu",
-    "num_epochs": 1,
-    "max_minutes": 0,
-    "log_videos_every": 0,
-    "trackers": "",
-    "device_tflops": 1,
-    "data.tiny_world": "unit_test",
-    "data.tune_scenes": 0,
-    "sample.train_batch_size": 4,
-    "sample.k": 4,
-    "sample.num_batches_per_epoch": 1,
-    "train.batch_size": 4,
-    "eval.every": 0,
-    "eval.num_conditions": 4,
-    "eval.num_steps": 2,
-    "eval.gold": "",
-    "eval.videos": 0,
-    "eval.signal_groups": 0,
-}
 
 
 def run(source: str) -> dict[str, Any]:
@@ -135,7 +115,7 @@ def test_the_rewards_on_the_page_score() -> None:
 def test_the_trainer_runs_from_python_as_on_the_page(tmp_path, monkeypatch, capsys) -> None:
     (tmp_path / "config").symlink_to(ROOT / "config")
     monkeypatch.chdir(tmp_path)
-    knobs = SMALL | {"model.path": make_tiny_folder(tmp_path / "model"), "data.root": tmp_path / "world"}
+    knobs = SMALL | {"num_epochs": 1, "model.path": make_tiny_folder(tmp_path / "m"), "data.root": tmp_path / "world"}
     small = [f"--config.{name}={value}" for name, value in knobs.items()]
     main = train_grpo.main
     monkeypatch.setattr(train_grpo, "main", lambda words: main([*words, *small]))

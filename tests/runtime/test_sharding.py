@@ -199,18 +199,6 @@ def test_under_fsdp2_gradients_are_sharded_between_micro_batches_too():
         assert found and all(found)
 
 
-def accelerator_gradients(world: World) -> tuple[int, int, list[float]]:
-    made = accelerator(CPU, world)
-    model = made.prepare(torch.nn.Linear(1, 1, bias=False))
-    model(torch.full((1, 1), float(world.data.rank))).sum().backward()
-    return made.num_processes, made.process_index, [p.grad.item() for p in model.parameters()]
-
-
-def test_the_accelerator_averages_gradients_over_cpu_ranks() -> None:
-    results = run_ranks(accelerator_gradients, 3)
-    assert results == [(3, rank, [1.0]) for rank in range(3)]
-
-
 def accelerator_threads(world: World) -> int:
     del os.environ["OMP_NUM_THREADS"]  # accelerate then divides the cores itself
     torch.set_num_threads(3)
