@@ -316,17 +316,8 @@ def request(place: Path) -> Attempt:
 
 
 def recipe(place: Path) -> Attempt:
-    sections = [
-        "sample",
-        "reward.weights",
-        "data",
-        "train",
-        "eval",
-        "data.prompt",
-        "reward",
-        "num_epochs",
-        "model.path",
-    ]
+    sections = ["sample", "reward.weights", "data", "train", "eval", "data.prompt", "reward"]
+    sections += ["num_epochs", "model.path"]
     values = ["None", "3", "-1", "10**400", "'x'", "[]", "{}", "float('nan')", "object()", "lambda: 0", "ConfigDict()"]
     ways = ["config.{} = {}", "with config.unlocked(), config.ignore_type(): config.{} = {}"]
 
