@@ -23,12 +23,10 @@ from safetensors.torch import save
 from flow_grpo.data.camera_files import read_cameras
 from flow_grpo.data.dataset import file_id
 from flow_grpo.data.exclude import read_verdicts, write_verdicts
-from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.trajectories import read_path
 from flow_grpo.data.video_io import read_video, video_size
 from flow_grpo.maths.poses import check_poses
-from flow_grpo.models.adapters import Ema
 from flow_grpo.models.encoders.codec import Codec
 from flow_grpo.models.encoders.texts import TextEncoder
 from flow_grpo.models.files.model_files import read_tensors, stored_shapes
@@ -39,7 +37,6 @@ from flow_grpo.reporting.metric_files import MetricFiles
 from flow_grpo.rewards.base import RewardSet, build_reward
 from flow_grpo.rewards.remote import protocol
 from flow_grpo.rewards.remote.reward import RemoteReward, RetryPolicy
-from flow_grpo.run.run_state import RunState, fingerprint
 from flow_grpo.runtime.checkpoints import resume
 from flow_grpo.runtime.checkpoints.checkpoint import identity_of
 from flow_grpo.runtime.json_files import read_json
@@ -49,10 +46,9 @@ from flow_grpo.settings.schema import Config
 from tests import scripted_server
 from tests.damage import damaged_bytes, damaged_json, damaged_text, ends
 from tests.data.test_multicam import FRAMES, extrinsics, write_scene
-from tests.run.test_run_state import make_fit
+from tests.run.test_run_state import a_run, make_fit
 from tests.scripted_server import HEALTH, ScriptedServer, scores, silent
 from tests.tiny_models import CPU, make_tiny_folder
-from tests.toy import ToyPolicy
 from tools.serving.scoring_service import LocalScorer, RefusedError, ScoringService
 
 TOKEN = "t0ken-of-the-judge"
@@ -68,21 +64,8 @@ def place(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("damage")
     write_scene(folder / "val" / "f18_aperture10" / "scene1", captions="metadata.csv")
     make_tiny_folder(folder / "model")
-    a_run().save(folder / "saved", keep=1, world=World())
+    a_run(folder)[0].save(folder / "saved", keep=1, world=World())
     return folder
-
-
-def a_run() -> RunState:
-    policy = ToyPolicy(0)
-    weights = policy.trained_parameters()
-    return RunState(
-        module=policy.net,
-        optimizer=torch.optim.AdamW(weights, lr=1e-3),
-        sampler=DistributedKRepeatSampler(24, 4, 4, 1, 0, seed=1),
-        ema=Ema(weights, 0.5),
-        device=CPU,
-        identity={"model": fingerprint(policy.net)},
-    )
 
 
 @contextlib.contextmanager
@@ -234,7 +217,7 @@ def checkpoint(place: Path) -> Attempt:
         )
         if file.name != "manifest.json" and draw.random() < 0.8:
             make_fit(folder)
-        state = a_run()
+        state, _ = a_run(run)
         found = resume.find(draw.choice(["auto", str(folder)]), run, world=World())
         assert found is not None
         state.restore(found, world=World())
