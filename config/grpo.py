@@ -165,7 +165,7 @@ def redirector_8npu() -> ConfigDict:
 
 
 def wan_t2v_8npu() -> ConfigDict:
-    """Plain Wan 2.1 text-to-video on 8 devices, judged by a reward server: starting values, not validated."""
+    """Plain Wan 2.1 text-to-video on 8 devices, scored by a reward server: starting values, not validated."""
     config = my_recam_8npu()
     config.model.kind = "wan_t2v"
     config.model.path = "models/Wan2.1-T2V-1.3B-Diffusers"
@@ -174,7 +174,7 @@ def wan_t2v_8npu() -> ConfigDict:
     config.data.prompts = "data/prompts/train.txt"
     config.data.eval_prompts = "data/prompts/val.txt"
     config.eval.num_conditions = 32
-    # The judge is a process of its own: docs/remote_rewards.md.
+    # The server is a process of its own: docs/remote_rewards.md.
     config.reward.remote = ConfigDict({"judge": "http://127.0.0.1:8000"})
     config.reward.weights = ConfigDict({"remote:judge": 1.0})
     config.train.stop_if = ("policy/ratio_first_max_abs_log>1",)  # the other defaults are of true views
@@ -265,7 +265,7 @@ def tiny_recam() -> ConfigDict:
 
 
 def tiny_recam_hacking() -> ConfigDict:
-    """The demo under a judge of sharpness alone, which is satisfied at the camera's expense: docs/reward_hacking.md.
+    """The demo with a reward for sharpness alone, which is satisfied at the camera's expense: docs/reward_hacking.md.
 
     The cure: --config.reward.weights.sharpness=0.3 --config.reward.weights.target_view=1
     """
@@ -293,7 +293,7 @@ def my_recam_8npu_tiny() -> ConfigDict:
 
 
 def my_recam_8npu_dapo_tiny() -> ConfigDict:
-    """`my_recam_8npu_dapo` shrunk likewise, judged so coarsely that pools fill up late or not at all."""
+    """`my_recam_8npu_dapo` shrunk likewise, scored so coarsely that pools fill up late or not at all."""
     config, full = my_recam_8npu_tiny(), my_recam_8npu_dapo()
     config.dynamic_sampling = full.dynamic_sampling
     config.reward.weights = ConfigDict({"target_view": 1.0})

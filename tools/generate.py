@@ -57,7 +57,7 @@ from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.data.dataset import ConditionDataset
 from flow_grpo.data.multicam import LENS_FOLDER, fitted_intrinsics
 from flow_grpo.data.prompts import PromptDataset, read_prompts
-from flow_grpo.data.trajectories import VIDEO_FPS, UserVideos, find_videos, read_filmed_path
+from flow_grpo.data.trajectories import VIDEO_FPS, UserVideos, find_videos, read_source_path
 from flow_grpo.data.video_io import video_size
 from flow_grpo.maths.poses import relative
 from flow_grpo.maths.schedule import flow_sigmas
@@ -287,7 +287,7 @@ def source_path(given: str, source: Path, frames: int) -> Tensor:
     if given == "static":
         return torch.eye(4, dtype=torch.float64).repeat(frames, 1, 1)
     if Path(given).is_file():
-        return read_filmed_path(Path(given), frames)
+        return read_source_path(Path(given), frames)
     if not Path(given).is_dir():
         raise ValueError(f"--source-poses {given} does not exist, must be static, a path.json or ViPE's output folder")
     poses = vipe_poses(vipe_files(Path(given)), [source.stem], video_size(source)[0])

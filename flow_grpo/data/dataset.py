@@ -28,7 +28,7 @@ _Batch = TypeVar("_Batch")
 
 
 class ConditionDataset(Dataset[tuple[int, Condition]], abc.ABC):
-    """A map-style dataset whose items are pure functions of their index; a broken item raises, it is never replaced."""
+    """A map-style dataset whose items are pure functions of their index; a damaged one raises, it is never replaced."""
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -36,7 +36,7 @@ class ConditionDataset(Dataset[tuple[int, Condition]], abc.ABC):
 
     @abc.abstractmethod
     def make(self, index: int, gid: int, slot: int) -> Condition:
-        """Build the condition at an index within range; ValueError naming the file if it is broken."""
+        """Build the condition at an index within range; ValueError naming the file if it is damaged."""
 
     @abc.abstractmethod
     def prompt_of(self, index: int) -> str:
@@ -60,7 +60,7 @@ class ConditionDataset(Dataset[tuple[int, Condition]], abc.ABC):
 
         Raises:
             IndexError: index out of range.
-            InputError: a file is missing, broken or too short; one line naming it.
+            InputError: a file is missing, damaged or too short; one line naming it.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"dataset index is {index}, must be within 0..{len(self) - 1}")

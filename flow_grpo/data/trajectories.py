@@ -118,7 +118,7 @@ def read_path(file: Path, num_frames: int) -> Tensor:
     return fit_path(poses, num_frames, fps=fps, from_first=from_first, name=f"trajectory file {file}")
 
 
-def read_filmed_path(file: Path, num_frames: int) -> Tensor:
+def read_source_path(file: Path, num_frames: int) -> Tensor:
     """Return the (num_frames, 4, 4) float64 poses of a source's own camera, relative to the first.
 
     Pose i of the JSON file is that of the source's frame i. Nothing is resampled: videos are read frame by frame.

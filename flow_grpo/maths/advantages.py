@@ -191,8 +191,8 @@ def _per_group(name: str, values: Tensor, valid: Tensor, groups: _Groups) -> _Re
     smallest = groups.extreme(values.masked_fill(~usable, torch.inf), "amin")
     spread = (largest - smallest).clamp(min=0)  # -inf without a valid value
     # The mean of equal values may differ from them by rounding; a constant group must be exactly 0.
-    silent = ~usable | (spread == 0)[groups.member]
-    centred = (values - mean[groups.member]).masked_fill(silent, 0.0)
+    without_signal = ~usable | (spread == 0)[groups.member]
+    centred = (values - mean[groups.member]).masked_fill(without_signal, 0.0)
     return _Reward(values, centred, usable, count, spread)
 
 

@@ -17,7 +17,7 @@ from flow_grpo.data.trajectories import (
     fit_path,
     motion,
     outside_training,
-    read_filmed_path,
+    read_source_path,
 )
 from flow_grpo.data.video_io import fit_video
 from flow_grpo.maths.poses import PRESETS, pose, preset_path, rotation_angle_deg, rotation_matrix
@@ -195,14 +195,14 @@ def test_pose_i_of_a_source_s_own_camera_is_that_of_its_frame_i(tmp_path):
     poses = line(*(at((0.01 * number, 0, 0)) for number in range(90)))
     file = tmp_path / "path.json"
     file.write_text(json.dumps(poses.tolist()))
-    assert torch.allclose(read_filmed_path(file, 45), poses[:45])
+    assert torch.allclose(read_source_path(file, 45), poses[:45])
     file.write_text(json.dumps({"poses": poses[10:].tolist(), "relative": True}))
-    assert torch.allclose(read_filmed_path(file, 45), poses[:45])
+    assert torch.allclose(read_source_path(file, 45), poses[:45])
     with pytest.raises(ValueError, match=r"path.json: got shape \(80, 4, 4\), must be \(N, 4, 4\), N at least 81"):
-        read_filmed_path(file, 81)
+        read_source_path(file, 81)
     file.write_text(json.dumps({"poses": poses.tolist(), "fps": 30}))
     with pytest.raises(ValueError, match="fps is 30, must be left out"):
-        read_filmed_path(file, 45)
+        read_source_path(file, 45)
 
 
 def test_an_unreadable_file_is_refused_by_name(tmp_path):

@@ -32,7 +32,7 @@ _QUOTED = 80  # characters of each rank's text in an error
 
 
 class InputError(RunStoppedError):
-    """An input of the run is unusable, such as a broken file; the message is one line that names it."""
+    """An input of the run is unusable, such as a damaged file; the message is one line that names it."""
 
     def __str__(self) -> str:
         # An error re-raised from a data loader's worker has that worker's traceback in front.

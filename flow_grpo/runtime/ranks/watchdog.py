@@ -131,8 +131,8 @@ class Monitor:
                 peer.progress, peer.moved = progress, now
             if peer.line != _DONE and now - peer.changed > self._dead_s:
                 where = progress.rpartition("|")[2] or "start-up"
-                silent = f"has not been heard of for {now - peer.changed:.0f} s"
-                return f"rank {rank} {silent}, it was in {where}: its process or its machine is gone"
+                since = f"has not been heard of for {now - peer.changed:.0f} s"
+                return f"rank {rank} {since}, it was in {where}: its process or its machine is gone"
         return ""
 
     def _hanging(self, now: float) -> str:
@@ -141,7 +141,7 @@ class Monitor:
         own = self._status()
         if own != self._own.progress:
             self._own.progress, self._own.moved = own, now
-        silent: dict[tuple[bool, int], list[str]] = {}
+        late_ranks: dict[tuple[bool, int], list[str]] = {}
         over = []
         for rank, peer in sorted({self._rank: self._own, **self._peers}.items()):
             count, _, state = peer.progress.partition("|")
@@ -149,10 +149,10 @@ class Monitor:
             late = seconds - (1.5 if waits else 1.0) * self._silent_s
             if peer.line != _DONE and late > -3 * self.interval_s:  # status of peers arrives with a delay
                 text = f"rank {rank} has made no progress for {seconds:.0f} s in {state.partition('|')[2]}"
-                silent.setdefault((waits, int(count or 0)), []).append(text)
+                late_ranks.setdefault((waits, int(count or 0)), []).append(text)
                 over.append(late > 0)
         why = "it hangs, or distributed.silent_s is less than a call of the network takes"
-        return f"{'; '.join(silent[min(silent)])}: {why}" if any(over) else ""
+        return f"{'; '.join(late_ranks[min(late_ranks)])}: {why}" if any(over) else ""
 
 
 class Heartbeat(Monitor):
