@@ -47,7 +47,7 @@ class ConditionDataset(Dataset[tuple[int, Condition]], abc.ABC):
         """(frames, height, width) of the videos as they are delivered, without decoding one."""
 
     def __getitem__(self, key: SampleKey) -> tuple[int, Condition]:
-        """Return (step, condition) for a sampler's (step, gid, slot, index)."""
+        """(step, condition) for a sampler's (step, gid, slot, index)."""
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> list[tuple[int, Condition]]:

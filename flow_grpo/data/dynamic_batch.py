@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 def video_tokens(frames: int, height: int, width: int, *, temporal: int = 4, spatial: int = 16) -> int:
-    """Return the number of latent tokens of a video, by default for Wan: a codec of stride (4, 8, 8) and 2x2 patches.
+    """Number of latent tokens of a video, by default for Wan: a codec of stride (4, 8, 8) and 2x2 patches.
 
     The first latent frame covers one frame, every further one `temporal` frames.
     """
@@ -104,37 +104,37 @@ class DynamicBatchSampler(AlreadySharded, Sampler[list[int]]):
             self._plan(epoch)
 
     def __len__(self) -> int:
-        """Return the number of batches that a new iterator yields, identical on every rank."""
+        """Number of batches that a new iterator yields, identical on every rank."""
         return len(self._rows) - self._start
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Return an iterator over this rank's batches of the epoch, after a resume over the remaining ones."""
+        """Iterate over this rank's batches of the epoch, after a resume over the remaining ones."""
         # Not a generator function: the plan must be read now, not when a prefetching loader asks for the first batch.
         # Do not reset _start here: a loader with workers calls iter() twice before its first batch.
         return (list(row[self.rank]) for row in self._rows[self._start :])
 
     def batch_weight(self, number: int) -> float:
-        """Return 0.0 if this rank's batch in row `number` (counted from the start of the epoch) is filler, else 1.0."""
+        """0.0 if this rank's batch in row `number` of the epoch is filler, else 1.0."""
         return float(self.rank < self._real[number])
 
     def real_items(self, number: int) -> int:
-        """Return the number of items in row `number` over all ranks, without filler."""
+        """Number of items in row `number` over all ranks, without filler."""
         return sum(map(len, self._rows[number][: self._real[number]]))
 
     def drawn_before(self, number: int) -> dict[int, int]:
-        """Return how often the epoch draws each item of row `number`'s batch of this rank in earlier batches.
+        """How often the epoch draws each item of row `number`'s batch of this rank in earlier batches.
 
         Batches are in the order of rows, and within a row of ranks. Without a weighted sampler all counts are 0.
         """
         return self._before[number]
 
     def fingerprint(self) -> str:
-        """Return a text that identifies the epoch's plan for all ranks."""
+        """Text that identifies the epoch's plan for all ranks."""
         digest = blake2b(repr((self._rows, self._real)).encode(), digest_size=8).hexdigest()
         return f"{len(self._rows)} rows, epoch {self.epoch}, {digest}"
 
     def state_dict(self, consumed: int) -> dict[str, int | str]:
-        """Return the state to resume from after `consumed` rows of this epoch, those before an earlier resume included.
+        """State to resume from after `consumed` rows of this epoch, those before an earlier resume included.
 
         Only the training loop knows how many it consumed: a prefetching loader is ahead of it.
         """
@@ -287,7 +287,7 @@ class DistributedWeightedSampler(Sampler[int]):
             raise ValueError(f"num_samples is {num_samples}, must be at least num_replicas={self.num_replicas} {most}")
 
     def global_draws(self, epoch: int) -> list[int]:
-        """Return the num_samples indices that all ranks draw in an epoch."""
+        """Draw the num_samples indices of an epoch, of all ranks together."""
         source = generator(self.seed, "draw", epoch)
         if self.replacement:
             # Not torch.multinomial, which is limited to 2**24 categories.
@@ -307,11 +307,11 @@ class DistributedWeightedSampler(Sampler[int]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Return the number of draws of one rank."""
+        """Number of draws of one rank."""
         return self.num_samples // self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        """Return an iterator over this rank's share of the epoch's draws."""
+        """Iterate over this rank's share of the epoch's draws."""
         return iter(self.global_draws(self.epoch)[self.rank :: self.num_replicas][: len(self)])
 
 
@@ -347,7 +347,7 @@ class LimitedPointsCollateFn:
 
     @property
     def dropped(self) -> int:
-        """Return how many samples were dropped so far, over all workers of this loader."""
+        """How many samples were dropped so far, over all workers of this loader."""
         return int(self._dropped.sum())
 
     def __call__(self, samples: list[Any]) -> Any:
@@ -364,7 +364,7 @@ class LimitedPointsCollateFn:
 
 
 def sample_cost(sample: Any) -> int:
-    """Return the cost of a sample: its `cost` or the tokens of its video `size` (frames, height, width).
+    """Cost of a sample: its `cost` or the tokens of its video `size` (frames, height, width).
 
     Both may be attributes or keys.
 

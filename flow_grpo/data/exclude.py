@@ -20,7 +20,7 @@ _TOOL = "make it with tools/check_sources.py"
 
 
 def settings_of(data: DataConfig) -> dict[str, object]:
-    """Return the data settings that verdicts depend on, JSON-able."""
+    """Data settings that verdicts depend on, JSON-able."""
     names = ("num_frames", "height", "width", "buckets", "reference")
     return {name: list(value) if isinstance(value := getattr(data, name), tuple) else value for name in names}
 
@@ -28,7 +28,7 @@ def settings_of(data: DataConfig) -> dict[str, object]:
 def read_verdicts(
     file: Path, settings: Mapping[str, object], contents: Mapping[str, str], *, forget: bool = False
 ) -> Verdicts:
-    """Return the verdicts of a file written by `write_verdicts` with the same `settings_of` settings.
+    """Read the verdicts of a file written by `write_verdicts` with the same `settings_of` settings.
 
     Args:
         file: file of verdicts.

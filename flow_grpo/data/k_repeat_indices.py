@@ -43,17 +43,17 @@ class KRepeatIndices(AlreadySharded, Sampler[list[int]]):
         self.epoch, self._begun = epoch, False
 
     def sample_keys(self) -> list[list[SampleKey]]:
-        """Return (step, gid, slot, index) of every row of this rank's batches of the epoch."""
+        """(step, gid, slot, index) of every row of this rank's batches of the epoch."""
         count = self.sampler.num_batches_per_epoch
         steps = range(self.epoch * count, (self.epoch + 1) * count)
         return [self.sampler.plan(step)[self.sampler.rank] for step in steps]
 
     def __len__(self) -> int:
-        """Return the number of batches of an epoch."""
+        """Number of batches of an epoch."""
         return self.sampler.num_batches_per_epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Return an iterator over the epoch's batches.
+        """Iterate over the epoch's batches.
 
         Raises:
             StaleBatchError: batches of this epoch were delivered already.

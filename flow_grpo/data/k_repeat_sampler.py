@@ -131,7 +131,7 @@ class DistributedKRepeatSampler(AlreadySharded, Sampler[list[SampleKey]]):
         return self.num_replicas * self.batch_size // self.k
 
     def plan(self, step: int) -> list[list[SampleKey]]:
-        """Return the W lists of B keys of any step, in rank order; a pure function of the step.
+        """Plan the W lists of B keys of any step, in rank order; a pure function of the step.
 
         Raises:
             ValueError: negative step.
@@ -173,12 +173,12 @@ class DistributedKRepeatSampler(AlreadySharded, Sampler[list[SampleKey]]):
         self.next_step = tag + 1
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
-        """Return an endless iterator over this rank's batches, starting at `next_step`."""
+        """Iterate without end over this rank's batches, starting at `next_step`."""
         # Not a generator function: the start must be read now, not when a prefetching loader asks for the first batch.
         return (self.plan(step)[self.rank] for step in itertools.count(self.next_step))
 
     def state_dict(self) -> dict[str, StateValue]:
-        """Return the next step to consume and everything a resumed run must agree on; identical on every rank.
+        """Next step to consume and everything a resumed run must agree on; identical on every rank.
 
         The loader's position is not part of it: with prefetching it is ahead of the consumer.
         """
@@ -311,13 +311,13 @@ class DistributedKRepeatSampler(AlreadySharded, Sampler[list[SampleKey]]):
 
 
 def pass_length(n: int, m: int) -> int:
-    """Return the number of draws in a pass over n conditions; with n < 2m a pass is one step of m draws."""
+    """Number of draws in a pass over n conditions; with n < 2m a pass is one step of m draws."""
     return n if n >= 2 * m else m
 
 
 @lru_cache(maxsize=4)
 def pass_order(n: int, m: int, seed: int, number: int) -> tuple[int, ...]:
-    """Return the order in which pass `number` visits 0..n-1, such that no step of m draws holds a condition twice.
+    """Order in which pass `number` visits 0..n-1, such that no step of m draws holds a condition twice.
 
     A pass rarely ends at a step boundary. The step that straddles two passes is completed with the first conditions of
     the new permutation that the old pass did not put into that step. They come from its first m entries, so for

@@ -34,11 +34,11 @@ class PromptDataset(ConditionDataset):
         )
 
     def prompt_of(self, index: int) -> str:
-        """Return the prompt."""
+        """Prompt of the item."""
         return self.prompts[index]
 
     def size_of(self, index: int) -> Size:
-        """Return (frames, height, width), the same for every index."""
+        """(frames, height, width), the same for every index."""
         assert 0 <= index < len(self), index
         return self._size
 

@@ -55,7 +55,7 @@ STATIC_METRES, STATIC_DEG = 1e-3, 1e-2  # less motion than this is a static came
 
 
 def camera_path(trajectory: Trajectory, num_frames: int) -> Tensor:
-    """Return the (num_frames, 4, 4) float64 poses of a trajectory, the first one the identity.
+    """Make the (num_frames, 4, 4) float64 poses of a trajectory, the first one the identity.
 
     Warns if the path is outside the training distribution, see `outside_training`.
 
@@ -73,7 +73,7 @@ def camera_path(trajectory: Trajectory, num_frames: int) -> Tensor:
 
 
 def motion(text: str, num_frames: int) -> Tensor:
-    """Return the (num_frames, 4, 4) float64 path of preset text such as "zoom_in:0.5+pan_left", at uniform speed.
+    """Make the (num_frames, 4, 4) float64 path of preset text such as "zoom_in:0.5+pan_left", at uniform speed.
 
     A magnitude scales a preset's translation and rotation; 0 is a static camera. Combined presets add their
     translations and rotation vectors at the last frame, so the order does not matter and the axis stays fixed.
@@ -109,7 +109,7 @@ def _magnitude(text: str, size: str) -> float:
 
 
 def read_path(file: Path, num_frames: int) -> Tensor:
-    """Return the (num_frames, 4, 4) float64 poses of a JSON file, resampled, the first one the identity.
+    """Read the (num_frames, 4, 4) float64 poses of a JSON file, resampled, the first one the identity.
 
     Raises:
         ValueError: unreadable file, unknown field, or a path that `fit_path` refuses; names the file.
@@ -119,7 +119,7 @@ def read_path(file: Path, num_frames: int) -> Tensor:
 
 
 def read_source_path(file: Path, num_frames: int) -> Tensor:
-    """Return the (num_frames, 4, 4) float64 poses of a source's own camera, relative to the first.
+    """Read the (num_frames, 4, 4) float64 poses of a source's camera, relative to the first.
 
     Pose i of the JSON file is that of the source's frame i. Nothing is resampled: videos are read frame by frame.
 
@@ -216,7 +216,7 @@ def _frame_positions(count: int, num_frames: int, fps: float | None, name: str) 
 
 
 def resample(poses: Tensor, positions: Tensor) -> Tensor:
-    """Return poses (T, 4, 4) at fractional positions (T,) along (N, 4, 4), N >= 2: slerp and straight lines between."""
+    """Interpolate (N, 4, 4) poses, N >= 2, at fractional positions (T,) to (T, 4, 4): slerp and straight lines."""
     before = positions.floor().long().clamp(max=len(poses) - 2)
     part = (positions - before)[:, None]
     first, second = poses[before], poses[before + 1]
@@ -226,7 +226,7 @@ def resample(poses: Tensor, positions: Tensor) -> Tensor:
 
 
 def outside_training(poses: Tensor) -> list[str]:
-    """Return the ways in which a path (T, 4, 4) from the identity leaves the range of MultiCamVideo; empty if it fits.
+    """List the ways in which a path (T, 4, 4) from the identity leaves the range of MultiCamVideo; empty if it fits.
 
     In range: static cameras; yaw up to 45 degrees, or 75 (an arc) if the camera also travels at least 1 m; pitch up to
     30 degrees; roll up to 10; centres up to 4.87 m from the start. A moving camera must travel 1 m or turn 5 degrees.
@@ -315,30 +315,30 @@ class UserVideos(VideoDataset):
         )
 
     def source_file(self, index: int) -> Path:
-        """Return the path of the video."""
+        """Path of the video."""
         return self.videos[index // len(self.trajectories)]
 
     def source_video(self, index: int) -> Tensor:
-        """Return the video (3, T, height, width), fp32 in [0, 1]."""
+        """Read the video (3, T, height, width), fp32 in [0, 1]."""
         return self._cache.read(self.source_file(index), *self._size)[0].float() / 255
 
     def prompt_of(self, index: int) -> str:
-        """Return the prompt."""
+        """Prompt of the item."""
         return self._prompts[index // len(self.trajectories)]
 
     def size_of(self, index: int) -> Size:
-        """Return (frames, height, width), the same for every index."""
+        """(frames, height, width), the same for every index."""
         assert 0 <= index < len(self), index
         return self._size
 
     def fingerprint(self) -> str:
-        """Return a hash of video names and sizes, captions and trajectories; independent of where the files are."""
+        """Hash of video names and sizes, captions and trajectories; independent of where the files are."""
         parts = [(v.name, v.stat().st_size, text) for v, text in zip(self.videos, self._prompts, strict=True)]
         return hashlib.blake2b(json.dumps([parts, self._labels, self._texts]).encode(), digest_size=16).hexdigest()
 
 
 def find_videos(folder: Path) -> list[Path]:
-    """Return the videos of a folder in order of name; ValueError if there is no such folder or no video in it."""
+    """List the videos of a folder in order of name; ValueError if there is no such folder or no video in it."""
     found = sorted(file for file in folder.glob("[!.]*") if file.suffix.lower() in VIDEO_ENDINGS)
     if not found:
         raise ValueError(f"{folder} is no folder with videos, must hold files ending in {', '.join(VIDEO_ENDINGS)}")

@@ -71,7 +71,7 @@ NPU_VARIABLES = (*_NPU_ENVIRONMENT, *_DETERMINISTIC_ENVIRONMENT["npu"], _EXEC, _
 
 
 def resolve(requested: str = "auto") -> torch.device:
-    """Return this rank's device: the requested kind, or for "auto" the first usable one of npu, cuda, cpu.
+    """This rank's device: the requested kind, or for "auto" the first usable one of npu, cuda, cpu.
 
     The device index is LOCAL_RANK. For "auto" the environment variable FLOW_GRPO_DEVICE may name the kind.
 
@@ -98,18 +98,18 @@ def resolve(requested: str = "auto") -> torch.device:
 
 
 def visibility(kind: str) -> str:
-    """Return the environment variable that limits the visible devices, and its value."""
+    """Environment variable that limits the visible devices, and its value."""
     return f"{_VISIBLE.get(kind)} {os.environ.get(_VISIBLE.get(kind, ''), 'unset')}"
 
 
 def physical(device: torch.device) -> str:
-    """Return the device by its number on the machine: index 0 may be another device for every rank."""
+    """Device by its number on the machine: index 0 may be another device for every rank."""
     names, index = os.environ.get(_VISIBLE.get(device.type, ""), "").split(","), device.index or 0
     return f"{device.type}:{(names[index].strip() if index < len(names) else '') or index}"
 
 
 def describe(device: torch.device, requested: str = "auto") -> str:
-    """Return one line: the device, and why each more preferred kind was not taken."""
+    """Describe the device in one line, and why each more preferred kind was not taken."""
     kind = _requested_kind(requested)
     line = f"device {device} ({name(device)})"
     if kind != "auto":
@@ -206,22 +206,22 @@ def select(device: torch.device) -> None:
 
 
 def process_group_backend(device: torch.device) -> str:
-    """Return the backend for `init_process_group`; CPU tensors always use gloo."""
+    """Backend for `init_process_group`; CPU tensors always use gloo."""
     return {"npu": "cpu:gloo,npu:hccl", "cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}[device.type]
 
 
 def accelerator_kwargs(device: torch.device) -> dict[str, Any]:
-    """Return the arguments for `accelerate.Accelerator`; without cpu=True it ignores a CPU process group."""
+    """Arguments for `accelerate.Accelerator`; without cpu=True it ignores a CPU process group."""
     return {"cpu": True} if device.type == "cpu" else {}
 
 
 def autocast(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> AbstractContextManager[Any]:
-    """Return the autocast context for `dtype`; for fp32 a null context."""
+    """Autocast context for `dtype`; for fp32 a null context."""
     return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:
-    """Return the states (CPU uint8 tensors) of torch's CPU generator and of this device's generator."""
+    """Read the states (CPU uint8 tensors) of torch's CPU generator and of this device's generator."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = _module(device.type).get_rng_state(device)
@@ -252,7 +252,7 @@ def empty_cache(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the error means that device memory ran out; not every vendor raises torch's own error."""
+    """Whether the error means that device memory ran out; not every vendor raises torch's own error."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
     )
@@ -277,7 +277,7 @@ def visiting(module: nn.Module, device: torch.device, *, stays: bool) -> Iterato
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Return memory in GiB: `allocated`, `peak`, `reserved`, `total`.
+    """Read memory in GiB: `allocated`, `peak`, `reserved`, `total`.
 
     On the CPU: this process's `allocated` and `peak` and the machine's `total`; empty where /proc is missing.
     """
@@ -301,26 +301,26 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def name(device: torch.device) -> str:
-    """Return the device's product name."""
+    """Product name of the device."""
     if device.type == "cpu":
         return f"{platform.machine()}, {os.cpu_count()} cores"
     return str(_module(device.type).get_device_name(device))
 
 
 def packages() -> tuple[str, ...]:
-    """Return the installed packages whose versions must be the same on every rank: torch and its vendor plug-in."""
+    """Installed packages whose versions must be the same on every rank: torch and its vendor plug-in."""
     return tuple(name for name in ("torch", "torch-npu") if importlib.util.find_spec(name.replace("-", "_")))
 
 
 def supports_bf16(device: torch.device) -> bool:
-    """Return whether bf16 is native; always True on the CPU."""
+    """Whether bf16 is native; always True on the CPU."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return device.type == "cpu" or bool(_module(device.type).is_bf16_supported())
 
 
 def attention_backends(device: torch.device) -> tuple[str, ...]:
-    """Return diffusers' names of the attention backends with a forward and a backward pass, the default first.
+    """Diffusers' names of the attention backends with a forward and a backward pass, the default first.
 
     "flash" needs its own package. "_native_npu" misreads additive float masks; it is safe with boolean masks or none.
     """
@@ -332,7 +332,7 @@ def attention_backends(device: torch.device) -> tuple[str, ...]:
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the operations per second of matrix products, the best of a few: what a share of the device refers to."""
+    """Measure the operations per second of matrix products, the best of a few: what a share of the device refers to."""
     side = 1024 if device.type == "cpu" else 8192
     left = torch.linspace(-1, 1, side * side, device=device).view(side, side).to(dtype)  # draws nothing at random
     best, until = math.inf, time.perf_counter() + 1.0
@@ -348,7 +348,7 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def attention_operators() -> frozenset[Any]:
-    """Return the operators, of those this build of torch has, in which some device computes attention."""
+    """Operators, of those this build of torch has, in which some device computes attention."""
     return frozenset(
         getattr(packet, overload)
         for space, name in (full.split(".") for full in _ATTENTION_OPERATORS)
@@ -358,7 +358,7 @@ def attention_operators() -> frozenset[Any]:
 
 
 def fuses_attention(device: torch.device) -> bool:
-    """Return whether attention runs in one kernel, without memory for the scores of all pairs of tokens.
+    """Whether attention runs in one kernel, without memory for the scores of all pairs of tokens.
 
     Before the 910B, torch_npu computes `scaled_dot_product_attention` by its definition.
     """
@@ -366,17 +366,17 @@ def fuses_attention(device: torch.device) -> bool:
 
 
 def chooses_sdpa_kernel(device: torch.device) -> bool:
-    """Return whether `torch.nn.attention.sdpa_kernel` has an effect; torch_npu ignores it."""
+    """Whether `torch.nn.attention.sdpa_kernel` has an effect; torch_npu ignores it."""
     return device.type != "npu"
 
 
 def supports_compile(device: torch.device) -> bool:
-    """Return whether `torch.compile` may be used; the NPU's graph back ends are experimental."""
+    """Whether `torch.compile` may be used; the NPU's graph back ends are experimental."""
     return device.type != "npu"
 
 
 def profiler(device: torch.device, folder: Path | str) -> AbstractContextManager[Any]:
-    """Return a profiler context that writes a trace into `folder` on exit."""
+    """Profiler context that writes a trace into `folder` on exit."""
     library: Any = sys.modules["torch_npu"].profiler if device.type == "npu" else torch.profiler
     activities = [library.ProfilerActivity.CPU]
     if device.type != "cpu":

@@ -32,7 +32,7 @@ class LruCache(Generic[Key, Value]):
         return key in self._values
 
     def __getitem__(self, key: Key) -> Value:
-        """Return a value and mark it as the most recently used; KeyError if it is not kept."""
+        """Look up a value and mark it as the most recently used; KeyError if it is not kept."""
         self._values.move_to_end(key)
         return self._values[key]
 
@@ -46,7 +46,7 @@ class LruCache(Generic[Key, Value]):
             self._size -= self._size_of(self._values.popitem(last=False)[1])
 
     def get_or_make(self, key: Key, make: Callable[[], Value]) -> Value:
-        """Return the value of a key; `make` it and keep it if there is none."""
+        """Look up a value; `make` and keep it if there is none."""
         if key not in self._values:
             value = make()
             self[key] = value

@@ -40,7 +40,7 @@ class TensorStore:
         self._cached: dict[str, LruCache[str, Tensor]] = {}
 
     def get(self, kind: str, key: str, make: Callable[[], Tensor]) -> Tensor:
-        """Return the CPU tensor of a key from memory or disk, or compute it with `make` and store it.
+        """Look up a CPU tensor in memory or on disk, or compute it with `make` and store it.
 
         Raises:
             OSError: the folder cannot be written.
@@ -59,7 +59,7 @@ class TensorStore:
         return found
 
     def knows(self, kind: str, key: str) -> bool:
-        """Return whether `get` would find an entry, in memory or valid on disk."""
+        """Whether `get` would find an entry, in memory or valid on disk."""
         return key in self._memory(kind) or self.has(kind, key)
 
     def put(self, kind: str, key: str, tensor: Tensor) -> None:
@@ -67,20 +67,20 @@ class TensorStore:
         self._memory(kind)[key] = tensor
 
     def has(self, kind: str, key: str) -> bool:
-        """Return whether a valid entry is on disk."""
+        """Whether a valid entry is on disk."""
         return self.folder is not None and self._read(self.path(kind, key), key) is not None
 
     def _memory(self, kind: str) -> LruCache[str, Tensor]:
         return self._cached.setdefault(kind, LruCache(self._limit, lambda tensor: tensor.nbytes))
 
     def path(self, kind: str, key: str) -> Path:
-        """Return the file of an entry, whether or not it exists."""
+        """File of an entry, whether or not it exists."""
         assert self.folder is not None
         name = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
         return self.folder / kind / name[:2] / f"{name}.safetensors"
 
     def _read(self, path: Path, key: str) -> Tensor | None:
-        """Return a valid entry, or None if it is missing or, with a warning, damaged."""
+        # None if it is missing or, with a warning, damaged.
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
@@ -107,13 +107,13 @@ class TensorStore:
 
 
 def content_key(tensor: Tensor) -> str:
-    """Return a hash of a tensor's values, shape and dtype."""
+    """Hash of a tensor's values, shape and dtype."""
     return f"{tuple(tensor.shape)} {tensor.dtype} {_digest(tensor)}"
 
 
 @torch.no_grad()
 def weights_key(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a hash of named tensors (name, shape and about 16 evenly spaced values of each): cheap, not exhaustive."""
+    """Hash of named tensors (name, shape and about 16 evenly spaced values of each): cheap, not exhaustive."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in tensors:
         values = tensor.detach().flatten()[:: max(1, tensor.numel() // _SAMPLED)]
@@ -123,7 +123,7 @@ def weights_key(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def files_key(folder: Path) -> str:
-    """Return a hash that identifies a model folder without reading all weights.
+    """Hash that identifies a model folder without reading all weights.
 
     It covers every file's name and size; of a safetensors file also the header and the beginning, middle and end of
     every tensor; of any other file the whole content.
@@ -142,7 +142,7 @@ def files_key(folder: Path) -> str:
 
 
 def _sampled(file: Path, block: int = 4096) -> bytes:
-    """Return a safetensors file's header and up to three blocks of every tensor."""
+    # Its header and up to three blocks of every tensor.
     with file.open("rb") as opened:
         header = opened.read(int.from_bytes(opened.read(8), "little"))
         begin, parts = opened.tell(), [header]
