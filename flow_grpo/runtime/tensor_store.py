@@ -58,16 +58,14 @@ class TensorStore:
         memory[key] = found
         return found
 
-    def knows(self, kind: str, key: str) -> bool:
-        """Whether `get` would find an entry, in memory or valid on disk."""
-        return key in self._memory(kind) or self.has(kind, key)
-
     def put(self, kind: str, key: str, tensor: Tensor) -> None:
         """Keep a CPU tensor in memory that another process has computed, and stored if there is a folder."""
         self._memory(kind)[key] = tensor
 
     def has(self, kind: str, key: str) -> bool:
-        """Whether a valid entry is on disk."""
+        """Whether `get` would find an entry, in memory or valid on disk."""
+        if key in self._memory(kind):
+            return True
         return self.folder is not None and self._read(self.path(kind, key), key) is not None
 
     def _memory(self, kind: str) -> LruCache[str, Tensor]:

@@ -378,11 +378,7 @@ def test_a_later_epoch_with_less_than_one_row_does_not_end_the_run(caplog: pytes
 
 @pytest.mark.parametrize(
     ("sample", "cost"),
-    [
-        ({"cost": 7, "size": (5, 32, 32)}, 7),
-        ({"size": (5, 32, 48)}, 2 * 2 * 3),
-        (SimpleNamespace(size=(1, 16, 16)), 1),
-    ],
+    [({"cost": 7, "size": (5, 32, 32)}, 7), ({"size": (5, 32, 48)}, 2 * 2 * 3), (SimpleNamespace(size=(1, 16, 16)), 1)],
 )
 def test_a_sample_s_own_cost_or_size_counts_where_no_cost_is_given(sample: Any, cost: int) -> None:
     assert sample_cost(sample) == cost

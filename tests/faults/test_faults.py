@@ -18,6 +18,7 @@ import pytest
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.runtime.checkpoints import checkpoint
 from tests.scripted_server import HEALTH, ScriptedServer, answer
+from tests.test_train_grpo import SMALL
 from tests.tiny_models import make_tiny_folder
 from tools.dev.soak import Family
 
@@ -25,31 +26,15 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 BOUND_S = 60.0  # from the fault to the last process gone
-KNOBS = {
+KNOBS = SMALL | {
     "num_epochs": 3,
-    "device": "cpu",
     "doctor": "off",
-    "max_minutes": 0,
-    "log_videos_every": 0,
-    "trackers": "",
-    "data.tiny_world": "unit_test",
-    "data.tune_scenes": 0,
-    "data.num_frames": 5,
     "data.num_workers": 0,
-    "sample.k": 4,
-    "sample.train_batch_size": 4,
     "sample.num_batches_per_epoch": 1,
     "sample.num_steps": 3,
     "sample.sde_steps": "0,1",
-    "train.batch_size": 4,
     "train.max_bad_steps": 0,
-    "reward.weights": "target_view=1,motion_mag=1",
     "eval.every": 1,
-    "eval.num_conditions": 2,
-    "eval.num_steps": 2,
-    "eval.gold": "",
-    "eval.videos": 0,
-    "checkpoint.every": 1,
     "distributed.dead_s": 12,
     "distributed.silent_s": 25,
     "run_name": "run",
@@ -187,12 +172,11 @@ def test_a_fault_of_one_of_four_ranks_is_raised_on_all(launch):
 
 
 def test_a_fault_while_peers_are_blocked_in_a_sharded_forward_pass_ends_all_ranks_with_its_name(launch):
-    sharded = {"train__sharding": "fsdp2", "sample__share_prefix": False}
-    ended = launch("rollout", **sharded)
+    ended = launch("rollout", train__sharding="fsdp2")
     assert_gone_in_time(ended)
     assert f"\n{PLANTED}\n" in ended.said  # rank 1's own stack trace
     assert f"rank 0 ends in sampling: rank 1 failed in sampling: {PLANTED}" in ended.said
-    assert_resumes(launch, **sharded)
+    assert_resumes(launch, train__sharding="fsdp2")
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,8 @@ def test_a_precomputed_video_or_prompt_is_known_until_its_file_is_damaged(folder
     assert not known.knows_prompt("pan left") and not known.knows_source("y", one.size)
     path = next((tmp_path / "sources").rglob("*.safetensors"))
     path.write_bytes(path.read_bytes()[:-1])
-    assert not known.knows_source("x", one.size)
+    assert known.knows_source("x", one.size), "it is in memory"
+    assert not policy(folder, tmp_path).encodings.knows_source("x", one.size)
 
 
 def test_a_prompt_is_cached_under_the_text_that_is_tokenized_and_without_padding(folder, tmp_path):

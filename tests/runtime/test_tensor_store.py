@@ -37,7 +37,7 @@ def test_without_a_folder_the_least_recently_used_entry_is_dropped(tmp_path):
     for key in ("a", "b", "a", "c", "a", "b"):
         store.get("x", key, make)
     assert make.calls == 4  # a, b, c, and b again, which was the longest unused
-    assert not store.has("x", "a")
+    assert store.has("x", "a") and store.has("x", "b") and not store.has("x", "c")
 
 
 @pytest.mark.parametrize("harm", ["cut", "flip", "other key", "empty"])

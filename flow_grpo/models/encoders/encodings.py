@@ -66,7 +66,7 @@ class Encodings:
         for condition in conditions:
             source_id = condition.source_id or content_key(condition.need_source())
             key = self._key("sources", source_id, condition.size)
-            if key not in found and not self._store.knows("sources", key):
+            if key not in found and not self._store.has("sources", key):
                 encode = functools.partial(self.codec.encode, condition.need_source())
                 found[key] = functools.partial(self._store.get, "sources", key, encode)
         return found
