@@ -19,7 +19,7 @@ from flow_grpo.maths.poses import (
     relative,
     rot_deg_frame_mean,
     rot_deg_pair_mean,
-    rot_rad_sum,
+    rot_err,
     trans_err,
     trans_m_mean,
     trans_sim3_rel,
@@ -70,7 +70,7 @@ def path_errors(commanded: Tensor, estimated: Tensor, *, metric: bool = False) -
         "rot_deg_frame_mean": rot_deg_frame_mean(commanded, estimated),
     }
     if every:
-        values["rot_rad_sum"] = rot_rad_sum(commanded, estimated)
+        values["rot_rad_sum"] = rot_err(commanded, estimated).sum(-1)
     if metric:
         values["trans_m_mean"] = trans_m_mean(commanded, estimated)
     if moves:

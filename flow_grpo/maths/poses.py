@@ -192,7 +192,7 @@ def camera_tokens(poses: Tensor, stride: int = 4) -> Tensor:
     return poses[..., ::stride, :3, :].flatten(-2).float()
 
 
-def rotation_angle(first: Tensor, second: Tensor) -> Tensor:
+def rot_err(first: Tensor, second: Tensor) -> Tensor:
     """Return the angle (...) in radians, float64, between rotations (..., 3, 3) or poses (..., 4, 4).
 
     2 asin(|A - B|_F / (2 sqrt 2)), which equals arccos((tr(A^T B) - 1) / 2) but is stable near 0.
@@ -203,13 +203,8 @@ def rotation_angle(first: Tensor, second: Tensor) -> Tensor:
 
 
 def rotation_angle_deg(first: Tensor, second: Tensor) -> Tensor:
-    """Return the angle (...) in degrees between rotations or poses, see `rotation_angle`."""
-    return rotation_angle(first, second).rad2deg()
-
-
-def rot_err(commanded: Tensor, estimated: Tensor) -> Tensor:
-    """Return the rotation error theta of each frame, (..., F) in radians, for poses (..., F, 4, 4)."""
-    return rotation_angle(commanded, estimated)
+    """Return the angle (...) in degrees between rotations or poses, see `rot_err`."""
+    return rot_err(first, second).rad2deg()
 
 
 def trans_err(commanded: Tensor, estimated: Tensor) -> Tensor:
@@ -239,11 +234,6 @@ def rot_deg_pair_mean(commanded: Tensor, estimated: Tensor) -> Tensor:
         raise ValueError(f"rotation error over frame pairs needs at least 2 frames, got {frames}")
     errors = rotation_angle_deg(_pairwise_rotation(commanded), _pairwise_rotation(estimated))
     return errors.sum(dim=(-2, -1)) / (frames * (frames - 1))
-
-
-def rot_rad_sum(commanded: Tensor, estimated: Tensor) -> Tensor:
-    """Return the rotation error in radians, sum over frames, (...): convention A (CamI2V, RealCam-I2V)."""
-    return rot_err(commanded, estimated).sum(-1)
 
 
 def trans_m_mean(commanded: Tensor, estimated: Tensor) -> Tensor:
