@@ -49,10 +49,6 @@ def test_verdicts_of_another_data_set_are_refused_even_if_its_scenes_have_the_sa
     repaired = FILES | {broken: "repaired"}
     assert "the files of 1 scenes changed, such as those of" in refusal(lambda: read_verdicts(file, SETTINGS, repaired))
     assert [*read_verdicts(file, SETTINGS, repaired, forget=True)] == [whole]
-
-
-def test_a_file_that_does_not_name_its_data_is_refused(tmp_path):
-    file = tmp_path / "usable.json"
     file.write_text(json.dumps({"settings": SETTINGS, "verdicts": {}}))
     assert "does not say from which files it was made" in refusal(lambda: read_verdicts(file, SETTINGS, FILES))
 

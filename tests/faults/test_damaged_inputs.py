@@ -7,7 +7,6 @@ rule that an accepted input meets.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import random
@@ -320,34 +319,27 @@ def recipe(place: Path) -> Attempt:
     return attempt
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """A class of input: how an attempt is made, and of how many cases the suite tries."""
-
-    make: Callable[[Path], Attempt]
-    cases: int
-
-
+# A class of input -> how an attempt is made, and of how many cases the suite tries.
 KINDS = {
-    "camera file": Kind(cameras, 80),
-    "captions and presets": Kind(scene, 20),
-    "video": Kind(video, 30),
-    "trajectory": Kind(trajectory, 60),
-    "verdicts": Kind(verdicts, 40),
-    "metrics": Kind(metrics, 10),
-    "model part": Kind(model, 30),
-    "checkpoint": Kind(checkpoint, 80),
-    "answer": Kind(answer, 60),
-    "health": Kind(health, 40),
-    "request": Kind(request, 80),
-    "recipe": Kind(recipe, 60),
+    "camera file": (cameras, 80),
+    "captions and presets": (scene, 20),
+    "video": (video, 30),
+    "trajectory": (trajectory, 60),
+    "verdicts": (verdicts, 40),
+    "metrics": (metrics, 10),
+    "model part": (model, 30),
+    "checkpoint": (checkpoint, 80),
+    "answer": (answer, 60),
+    "health": (health, 40),
+    "request": (request, 80),
+    "recipe": (recipe, 60),
 }
 
 
 def tally(name: str, place: Path, numbers: range, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """Return how many cases were refused and how many accepted; AssertionError listing all that were neither."""
     monkeypatch.setenv("FLOW_GRPO_REWARD_TOKEN", TOKEN)
-    attempt, refused, accepted, wrong = KINDS[name].make(place), 0, 0, []
+    attempt, refused, accepted, wrong = KINDS[name][0](place), 0, 0, []
     for number in numbers:
         said = ""
         try:
@@ -369,14 +361,14 @@ def tally(name: str, place: Path, numbers: range, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_damaged_input_is_refused_in_one_line_or_accepted_by_rule(name, place, monkeypatch):
-    refused, _ = tally(name, place, range(KINDS[name].cases), monkeypatch)
-    assert refused >= KINDS[name].cases // 4 or name == "metrics", f"only {refused} cases did damage"
+    refused, _ = tally(name, place, range(KINDS[name][1]), monkeypatch)
+    assert refused >= KINDS[name][1] // 4 or name == "metrics", f"only {refused} cases did damage"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_ten_times_as_many_damaged_inputs_are_refused_or_accepted_by_rule(name, place, monkeypatch):
-    tally(name, place, range(1000, 1000 + 10 * KINDS[name].cases), monkeypatch)
+    tally(name, place, range(1000, 1000 + 10 * KINDS[name][1]), monkeypatch)
 
 
 def test_a_pipe_is_refused_where_a_file_is_opened_and_never_waited_for(place, tmp_path):

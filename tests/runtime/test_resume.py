@@ -50,16 +50,10 @@ def test_a_complete_run_without_its_checkpoints_is_not_started_over(tmp_path: Pa
     assert resume.resolve("auto", folder, world=ALONE) == own == resume.resolve(str(own), folder, world=ALONE)
 
 
-def test_stale_temporary_folders_are_removed_and_nothing_else(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    (tmp_path / "checkpoint_000002.tmp-abc").mkdir()
-    (tmp_path / "notes").mkdir()
-    resume.remove_stale(tmp_path, world=ALONE)
-    assert names(tmp_path) == ["checkpoint_000001", "notes"]
-
-
-def test_a_complete_temporary_checkpoint_is_published_if_its_name_is_free(tmp_path: Path) -> None:
+def test_temporary_folders_are_removed_unless_complete_with_a_free_name_and_nothing_else(tmp_path: Path) -> None:
     whole, taken = save(tmp_path, 1), save(tmp_path, 2)
+    (tmp_path / "checkpoint_000005.tmp-abc").mkdir()
+    (tmp_path / "notes").mkdir()
     shutil.copytree(taken, tmp_path / "checkpoint_000002.tmp-abc")
     whole.rename(tmp_path / "checkpoint_000001.tmp-abc")
     shutil.copytree(taken, tmp_path / "checkpoint_000003.old-abc")
@@ -67,7 +61,7 @@ def test_a_complete_temporary_checkpoint_is_published_if_its_name_is_free(tmp_pa
     shutil.copytree(taken, torn)
     flip_a_bit(torn / "state.safetensors")
     resume.remove_stale(tmp_path, world=ALONE)
-    assert names(tmp_path) == ["checkpoint_000001", "checkpoint_000002"]
+    assert names(tmp_path) == ["checkpoint_000001", "checkpoint_000002", "notes"]
 
 
 def test_a_run_with_only_damaged_checkpoints_is_refused(tmp_path: Path) -> None:
