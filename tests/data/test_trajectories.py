@@ -8,7 +8,6 @@ import shutil
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from flow_grpo.data.trajectories import (
     UserVideos,
@@ -296,14 +295,6 @@ def test_an_item_depends_on_its_index_alone(folder):
         assert torch.equal(one.source_video, two.source_video) and torch.equal(one.target_poses, two.target_poses)
         two.source_video.zero_()
         two.target_poses.zero_()
-
-
-def test_a_loader_worker_delivers_labelled_copies(folder):
-    dataset = open_folder(folder)
-    keys = [[(7, 30, 0, 2), (7, 30, 1, 2)], [(8, 31, 0, 1)]]
-    batches = list(DataLoader(dataset, batch_sampler=keys, collate_fn=list, num_workers=1))
-    assert [[(step, c.gid, c.slot, c.index) for step, c in batch] for batch in batches] == keys
-    assert torch.equal(batches[0][0][1].source_video, dataset.condition(2).source_video)
 
 
 def test_the_fingerprint_covers_videos_captions_and_paths_but_not_the_folder(folder, tmp_path):
