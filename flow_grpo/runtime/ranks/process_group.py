@@ -309,8 +309,9 @@ def init_ranks(device: torch.device, timeouts: Timeouts, *, init_method: str = "
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == world_size:
         # Over the loopback interface a single node works with an unresolvable host name.
-        for name in [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")][:1]:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+        if loopback:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
     device_api.select(device)
     control_timeout = datetime.timedelta(seconds=timeouts.control_s)
     # We make the store ourselves because the watchdog needs it as well. A launcher's store exists before its ranks: if

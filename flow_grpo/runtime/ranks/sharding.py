@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def parallelize(module: nn.Module, kind: str, device: torch.device, world: World) -> nn.Module:
-    """Wrap a module, equal on all ranks, for training on them by `kind`, `train.sharding`.
+    """Wrap a module, which is equal on all ranks, for training as `train.sharding` says; one rank keeps it as it is.
 
     FSDP2 shards each block whose class is named in `module._no_split_modules`.
     """
