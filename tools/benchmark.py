@@ -53,7 +53,6 @@ from tools.published.tasks import find_tasks
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Prepare or score and return the exit code."""
     args = _parser().parse_args(words)
     try:
         return args.run(args)
@@ -90,7 +89,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def prepare(args: argparse.Namespace) -> int:
-    """Write the folder of a test set; ValueError for unusable input."""
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         raise ValueError(f"--out {args.out} exists already, must not exist or be empty")
     if args.frames_at_most is not None and args.frames_at_most < 5:
@@ -110,7 +108,6 @@ def prepare(args: argparse.Namespace) -> int:
 
 
 def score(args: argparse.Namespace) -> int:
-    """Judge the videos of a folder that `prepare` wrote; ValueError for unusable input."""
     plan = read_plan(args.out)
     ending = BEFORE if args.before else AFTER
     tasks = find_tasks(args.out, plan, args.videos or args.out / VIDEOS, ending, None if args.vipe else args.focal_px)

@@ -86,7 +86,6 @@ class SceneReport:
 
 
 def scene_folders(folder: Path) -> Iterator[Path]:
-    """Yield, recursively, the folders that hold videos or cameras, and those without subfolders."""
     if any((folder / part).is_dir() for part in ("videos", "cameras")):
         yield folder
         return
@@ -98,7 +97,6 @@ def scene_folders(folder: Path) -> Iterator[Path]:
 
 
 def check_scene(settings: Requirements, folder: Path) -> SceneReport:
-    """Check one scene folder; problems are reported, never raised."""
     name = folder.relative_to(settings.root).as_posix()
     report = SceneReport(name)
     try:
@@ -148,7 +146,6 @@ def _check_videos(settings: Requirements, videos: Sequence[Path], report: SceneR
 
 
 def _rate(video: Path) -> float:
-    """Return the frames per second in a file's header, 0 if it has none; ValueError for a damaged file."""
     try:
         with opened(video) as (_, stream):
             return float(stream.average_rate or 0)
@@ -187,7 +184,6 @@ def _check_cameras(
 
 
 def _posed_frames(content: dict[str, Any], camera: str) -> int:
-    """Return how many frames from the first on have a pose of a camera."""
     entries = (content.get(f"frame{number}") for number in itertools.count())
     return sum(1 for _ in itertools.takewhile(lambda entry: isinstance(entry, dict) and camera in entry, entries))
 
@@ -229,7 +225,6 @@ def _read_object(file: Path, report: SceneReport) -> dict[str, Any] | None:
 
 
 def summarise(settings: Requirements, scenes: Sequence[SceneReport]) -> dict[str, Any]:
-    """Return the report as JSON values; independent of the number of workers."""
     problems = [problem for scene in scenes for problem in scene.problems]
     lenses = [_summarise_lens(place, scenes) for place in sorted({scene.place for scene in scenes})]
     splits = []
@@ -247,7 +242,6 @@ def summarise(settings: Requirements, scenes: Sequence[SceneReport]) -> dict[str
 
 
 def _notes(split: dict[str, Any], scenes: Sequence[SceneReport]) -> list[str]:
-    """Return what may be right and deserves a look."""
     name, path = split["split"], split[MOTIONS[0]]
     notes = []
     if path and path["max"] < SHORT_M:
@@ -286,7 +280,6 @@ def _range(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the report as tables."""
     console = Console() if sys.stdout.isatty() else Console(width=160)
     table = Table("split", "lens", "scenes", "cameras", "clips", "frames", "rows x columns", "seconds", "captions")
     for row in report["lenses"]:
@@ -320,7 +313,6 @@ def _text(values: dict[str, float] | None) -> str:
 
 
 def check(settings: Requirements, folders: Sequence[Path], workers: int) -> list[SceneReport]:
-    """Return the reports of scene folders, in order, with a progress bar on stderr if that is a terminal."""
     bars = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn")) if workers > 1 else None
     run = pool.map if pool else map  # spawn: forking with torch's threads can hang
@@ -349,7 +341,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check a dataset and return the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
     if not args.root.is_dir():

@@ -40,7 +40,6 @@ AT_ONCE = 4  # items per process between two writes of the file
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Check the items without a verdict and return the exit code."""
     parser = make_parser(__doc__, recipe=True)
     parser.add_argument("--out", type=Path, required=True, help="the file of verdicts")
     parser.add_argument("--workers", type=int, default=usable_cores(), help="processes; 0: run in this one")
@@ -87,13 +86,11 @@ def check(data: MultiCamDataset, verdicts: Verdicts, keep: Callable[[], None], w
 
 
 def known(data: MultiCamDataset, number: int, verdicts: Verdicts) -> bool:
-    """Return whether an item has a verdict."""
     scene, camera = data.name_of(number)
     return camera in verdicts.get(scene, {})
 
 
 def report(data: MultiCamDataset, verdicts: Verdicts, out: Path) -> bool:
-    """Print the problems of the items that are not usable, and return whether enough of them are."""
     names = [data.name_of(number) for number in range(len(data))]
     found = {(scene, camera): verdicts[scene][camera] for scene, camera in names if camera in verdicts.get(scene, {})}
     wrong = {name: text for name, text in found.items() if text}

@@ -39,7 +39,6 @@ def image_size(text: str) -> tuple[int, int]:
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table."""
     return [_markdown_row(head), "|---" * len(head) + "|", *map(_markdown_row, rows)]
 
 

@@ -58,12 +58,10 @@ INDEX = {
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Convert, report what was written, and return the exit code: 0, or 2 after one line that says what is wrong."""
     return convert_checkpoint(options().parse_args(words), _check, forward, back)
 
 
 def options() -> argparse.ArgumentParser:
-    """Return the command line's parser."""
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("--recammaster", type=Path, metavar="FILE", help="checkpoint with the original names")
@@ -124,7 +122,6 @@ def forward(args: argparse.Namespace) -> list[str]:
 
 
 def is_recam_weight(name: str) -> bool:
-    """Return whether a weight belongs to ReCam's camera modules."""
     return is_camera_weight(ReCamTransformer3DModel, name)
 
 

@@ -58,12 +58,10 @@ INDEX = {
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Convert, report what was written, and return the exit code: 0, or 2 after one line that says what is wrong."""
     return convert_checkpoint(options().parse_args(words), _check, forward, back)
 
 
 def options() -> argparse.ArgumentParser:
-    """Return the command line's parser."""
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("--step", type=Path, metavar="FILE", help="ReDirector's checkpoint, stepN.safetensors")

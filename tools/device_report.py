@@ -79,12 +79,10 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Name of the record of this job's outcome."""
         return "_".join([self.part, *(str(video) for video in self.videos if self.part != "count")])
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Measure, print, and return the exit code."""
     options = _read(words)
     try:
         device = device_api.resolve(options.device)
@@ -145,7 +143,6 @@ def jobs(parts: Sequence[str], videos: Sequence[VideoSize]) -> Iterator[Job]:
 
 
 def new_report(size: str, device: torch.device) -> Report:
-    """Return a report without figures."""
     return {
         "hardware": None,
         "device": device.type,
@@ -196,7 +193,6 @@ def _take(report: Report, job: Job, answer: dict[str, Any]) -> None:
 
 
 def _derive(report: Report) -> None:
-    """Fill in rates, shares and verdicts from what has been measured so far."""
     parts = report["parts"]
     for name, record in parts.items():
         if "seconds" in record:

@@ -44,7 +44,6 @@ from flow_grpo.settings.schema import Config
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Examine a recipe, print the findings on rank 0, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="FILE:RECIPE", help="its knobs may follow")
     parser.add_argument(

@@ -85,7 +85,6 @@ class Finished:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Evaluate and return the exit code."""
     try:
         given = list(sys.argv[1:] if words is None else words)
         # Not a positional of argparse, which would take the value of an override such as --config.eval.num_steps 8.
@@ -172,7 +171,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def check_options(args: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Raise ValueError for contradicting options, values out of bounds, and overrides without a configuration."""
     ways = {"FOLDER": args.folder, "--run": args.run, "--config": args.config, "--videos": args.videos or args.cameras}
     given = [way for way, value in ways.items() if value is not None]
     if len(given) != 1:
@@ -327,7 +325,6 @@ def _row_file(out: Path, task: EvaluationTask) -> Path:
 
 
 def write_row(out: Path, task: EvaluationTask, finished: Finished) -> None:
-    """Cache a result for the next call."""
     poses = [pose.tolist() if pose.isfinite().all() else None for pose in finished.poses]
     content = {"key": finished.key, "row": finished.row, "poses": poses}
     write_atomically(_row_file(out, task), json.dumps(content, allow_nan=False))
@@ -347,7 +344,6 @@ def read_row(out: Path, task: EvaluationTask, key: str) -> Finished | None:
 
 
 def plot(task: EvaluationTask, finished: Finished, out: Path) -> None:
-    """Draw the paths of a registered video, unless an earlier call drew the same row."""
     file = out / "plots" / f"{task.name}.png"
     if not finished.row["registered"]:
         file.unlink(missing_ok=True)

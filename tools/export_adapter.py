@@ -29,7 +29,6 @@ from flow_grpo.models.registry import build_policy
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Export, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="FILE:RECIPE", help="of the run; its knobs may follow")
     parser.add_argument("--checkpoint", type=Path, required=True, help="folder of a checkpoint")

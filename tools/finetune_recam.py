@@ -89,7 +89,6 @@ class ItemError(ValueError):
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Fine-tune and return the exit code."""
     world = run = None
     try:
         args, config = read_command_line(words)
@@ -106,7 +105,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def options() -> argparse.ArgumentParser:
-    """Return the argument parser."""
     parser = make_parser(__doc__, recipe=True)
     add, flag = parser.add_argument, argparse.BooleanOptionalAction
     add("--run-name", default="", help="folder below output_root; default: the recipe's, or recipe and time")
@@ -297,7 +295,6 @@ class FineTuning:
             self._files = MetricFiles(self.folder, None if path is None else self.step)
 
     def train(self) -> None:
-        """Evaluate before the first step, then take the remaining steps."""
         if not self.step:
             self.evaluate()
         self._begun, plan = time.perf_counter(), self.batches.plan
@@ -310,7 +307,6 @@ class FineTuning:
                 self.take_step(conditions)
 
     def take_step(self, conditions: Sequence[Condition]) -> None:
-        """Take one optimizer step on this rank's batch; log and save if due."""
         plan = self.batches.plan
         conditions = numbered(conditions, plan.drawn_before(self.consumed))
         losses = flow_losses(self.policy, conditions, self.config.sample.shift, self.args.seed, plan.epoch)
@@ -335,7 +331,6 @@ class FineTuning:
             self.save()
 
     def log(self) -> None:
-        """Log loss, gradient norm and speed since the last call."""
         total, items = self.world.data.all_gather(self._sums[None]).sum(dim=0).tolist()
         if items:
             speed = items / (time.perf_counter() - self._begun)
@@ -344,7 +339,6 @@ class FineTuning:
         self._sums, self._dropped, self._begun = torch.zeros_like(self._sums), 0, time.perf_counter()
 
     def save(self) -> None:
-        """Write a checkpoint."""
         moments = moments_by_place(self.optimizer, self.policy.trained_parameters())
         state = {"trained": adapters.trained_state(self.policy.module), "moments": moments}
         state["plan"] = self.batches.plan.state_dict(self.consumed)

@@ -85,8 +85,6 @@ Versions: TypeAlias = dict[str, tuple[WanPolicy, Callable[[], AbstractContextMan
 
 @dataclasses.dataclass(frozen=True)
 class VideoRequest:
-    """One video to generate."""
-
     index: int  # into the dataset of sources x cameras, or of prompts
     number: int  # seeds the noise, together with --seed
     source: Path | None
@@ -95,16 +93,13 @@ class VideoRequest:
     name: str  # common prefix of the output files
 
     def file(self, ending: str) -> Path:
-        """Return the output file with one of the endings of tools/generation/records.py."""
         return self.folder / f"{self.name}{ending}"
 
     def subject(self, condition: Condition) -> str:
-        """Return what the video shows, in words."""
         return f"{self.source.name} along {self.camera}" if self.source else f"{condition.prompt:.60}"
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Generate all videos and return the exit code."""
     try:
         args = parse(words, __doc__)
         sigmas = check_settings(args)
@@ -136,7 +131,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def in_words(args: argparse.Namespace, count: int) -> str:
-    """Return one line: what is generated, and with which settings."""
     size, guidance = f"{args.frames}x{args.height}x{args.width}", f"guidance {args.guidance:g}"
     adapter = f"adapter {args.adapter}" if args.adapter else "no adapter"
     twice = ", before and after training" if args.before else ""

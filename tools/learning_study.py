@@ -134,7 +134,6 @@ VARIANTS = {
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run what has no record, or print the report, and return the exit code."""
     parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="+", default=list(VARIANTS), metavar="NAME", help=", ".join(VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -155,7 +154,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def record_file(name: str, seed: int) -> Path:
-    """Return where a finished run's record lies."""
     return RECORDS / f"{name}_{seed}.json"
 
 
@@ -200,7 +198,6 @@ def outcome(run: Path) -> dict[str, Any]:
 
 
 def load_records() -> dict[str, list[dict[str, Any]]]:
-    """Return variant -> its records by seed, in the order of VARIANTS."""
     found: dict[str, list[dict[str, Any]]] = {}
     for name in VARIANTS:
         runs = [json.loads(file.read_text(encoding="utf-8")) for file in RECORDS.glob(f"{name}_[0-9]*.json")]

@@ -34,7 +34,6 @@ OPEN = ("health", "eval", "reward")  # sections that come first, unfolded
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Write the file, or save the workspace; see the module's text."""
     parser = make_parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or a dashboard.json made from one")
     parser.add_argument("--project", metavar="ENTITY/PROJECT", help="wandb project to save the workspace to")

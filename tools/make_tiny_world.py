@@ -16,7 +16,6 @@ from tools.common import make_parser
 
 
 def parse() -> argparse.Namespace:
-    """Return the parsed command line."""
     parser = make_parser(__doc__)
     parser.add_argument("--root", type=Path, required=True, help="folder to write; must not exist")
     parser.add_argument("--seed", type=int, default=1)
@@ -31,7 +30,6 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Write the world."""
     args = parse()
     spec = WorldSpec(
         seed=args.seed,

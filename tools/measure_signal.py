@@ -45,7 +45,6 @@ from tools.common import make_parser, markdown_table
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Measure, print on rank 0, and return the exit code."""
     parser = make_parser(__doc__, recipe=True)
     parser.add_argument("--groups", type=int, default=4, help="groups sampled on every rank, for each kind of noise")
     parser.add_argument("--tails", type=int, nargs="+", default=[], metavar="STEPS", help="tails to compare")
@@ -121,7 +120,6 @@ def correlation_inside(one: Tensor, other: Tensor) -> float:
 
 
 def show(found: dict[str, Any], asked: argparse.Namespace) -> None:
-    """Print tables, or one JSON object."""
     if asked.json:
         print(json.dumps(found), flush=True)
         return
@@ -147,7 +145,6 @@ def show(found: dict[str, Any], asked: argparse.Namespace) -> None:
 
 
 def cells(row: dict[str, Any], form: str, *names: str) -> list[str]:
-    """Return some values of a row, formatted."""
     return [format(row[name], form) for name in names]
 
 

@@ -34,7 +34,6 @@ from flow_grpo.settings.loading import ConfigError, load_config
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print the plan and return 0 if it fits, 1 if not, 2 for a setting that cannot work."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", metavar="FILE:RECIPE", help="its knobs may follow")
     parser.add_argument("--run", type=Path, metavar="FOLDER", help="of a run: its plan beside its metrics")
@@ -69,7 +68,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _check_options(known: argparse.Namespace) -> None:
-    """Raise ConfigError for options that are missing or out of bounds."""
     if (known.config is None) == (known.run is None):
         raise ConfigError("one of --config FILE:RECIPE and --run FOLDER is needed; see --help")
     if known.devices < 1:

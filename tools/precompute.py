@@ -63,7 +63,6 @@ class Tally:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Encode what is missing and return the exit code."""
     known, overrides = make_parser(__doc__, recipe=True).parse_known_args(words)
     world = None
     try:

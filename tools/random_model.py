@@ -95,7 +95,6 @@ class Sizes:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Write the folder, print one line about it, and return the exit code: 0, or 2 for unusable arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist, or be empty")
     choices = {"kind": sorted(VIDEO_MODELS), "dtype": sorted(DTYPES), "codec": sorted(CODECS)}
@@ -265,7 +264,6 @@ class ImageStatistics:
     """The statistics of CLIP's training pictures, in the file of an image processor."""
 
     def save_pretrained(self, folder: str) -> None:
-        """Write preprocessor_config.json."""
         Path(folder).mkdir()
         found = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
         Path(folder, "preprocessor_config.json").write_text(json.dumps(found))

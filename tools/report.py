@@ -30,7 +30,6 @@ from tools.run_report.page import render
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Write the page, or print the row, and return the exit code."""
     parser = make_parser(__doc__)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folders of runs")
     parser.add_argument("--config", metavar="FILE:RECIPE", help="in place of RUN, with the overrides of that command")

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
-    """Return the parsed command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     what = (
@@ -85,7 +84,6 @@ def build(args: argparse.Namespace) -> RewardServer:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Serve until interrupted; one line names the address."""
     args = parse(words)
     refuse_downloads()
     try:

@@ -137,12 +137,10 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Name of the folder."""
         return self.folder.resolve().name
 
     @property
     def start(self) -> Start:
-        """Record of the latest start."""
         return self.starts[-1]
 
     @functools.cached_property
@@ -152,7 +150,6 @@ class Run:
 
     @functools.cached_property
     def epochs(self) -> dict[int, Row]:
-        """Metrics of the finished epochs."""
         return {step: row for step, row in self.rows.items() if "time/epoch_s" in row}
 
     @property
@@ -165,7 +162,6 @@ class Run:
         return [(step, row[name]) for step, row in self.rows.items() if math.isfinite(row.get(name, math.nan))]
 
     def values(self, name: str) -> list[float]:
-        """Return the finite values of a metric, by step."""
         return [value for _, value in self.series(name)]
 
 
@@ -197,7 +193,6 @@ def read_run(folder: Path, *, live: bool = False) -> Run:
 
 
 def read_start(file: Path) -> Start:
-    """Return the record of a start; ValueError for a damaged one."""
     return checked(Start, read_json_object(file, WAY_OUT), file)
 
 
@@ -242,7 +237,6 @@ def _rows(file: Path, _changed: float) -> dict[int, Row]:
 
 
 def _videos(folder: Path) -> tuple[list[IndexedVideo], list[str]]:
-    """Return the lines of an index whose video is there, and sentences about what is not."""
     index = folder / video_index.NAME
     if not index.is_file():
         return [], [f"The run has no {VIDEOS}/{index.name}, so no video is shown here; those it made are in {VIDEOS}/."]

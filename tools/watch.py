@@ -61,7 +61,6 @@ class Look:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Show the run, and return the exit code."""
     parser = make_parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, or of several: then its newest")
     parser.add_argument("--once", action="store_true", help="print it once and end, as without a terminal")
@@ -91,8 +90,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def show_live(run: Path, which: str, console: Console, look: Look, *, every: float) -> None:
-    """Show the run on the whole terminal until q is pressed."""
-
     def screen() -> Group:
         return Group(*picture(take(run), which, dataclasses.replace(look, width=console.width)))
 
@@ -123,7 +120,6 @@ def keys() -> Iterator[Callable[[float], str]]:
 
 
 def picture(run: Snapshot, which: str, look: Look) -> list[RenderableType]:
-    """Return what is shown of a run, from top to bottom."""
     title = Text.assemble((str(run.folder), "bold"), f"  {which}".rstrip())
     about = []
     if run.starts:
@@ -134,7 +130,6 @@ def picture(run: Snapshot, which: str, look: Look) -> list[RenderableType]:
 
 
 def state(run: Snapshot) -> Text:
-    """Return one line: whether the run lives, and what came of it."""
     quiet = f"{span(run.quiet_s)} ago"
     who = f", {run.holder}" if run.holder else ""
     verdict = run.summary.verdict.in_words if run.summary and run.summary.verdict else "no verdict on record"
@@ -157,7 +152,6 @@ def state(run: Snapshot) -> Text:
 
 
 def progress(run: Snapshot, look: Look) -> Iterator[RenderableType]:
-    """Yield the bar of epochs with the time left, and where time and memory go."""
     if num_epochs := run.knob("num_epochs", 0):
         line = Table.grid(padding=(0, 2))
         bar = ProgressBar(total=num_epochs, completed=run.finished, width=BAR)
@@ -181,7 +175,6 @@ def progress(run: Snapshot, look: Look) -> Iterator[RenderableType]:
 
 
 def files(run: Snapshot) -> Iterator[Text]:
-    """Yield the latest checkpoint, and what there is to look at: the film strip and the latest video."""
     if run.checkpoint:
         yield Text(f"saved   {run.folder}/checkpoints/{run.checkpoint}")
     if (strip := run.folder / "filmstrip.png").exists():
@@ -191,7 +184,6 @@ def files(run: Snapshot) -> Iterator[Text]:
 
 
 def metrics(run: Snapshot, look: Look) -> Iterator[RenderableType]:
-    """Yield the table of the rewards in training, what they do on held-out conditions, and the run's health."""
     if not run.rows:
         return
     letters, length = LETTERS if look.plain else BLOCKS, 24 if look.width >= WIDE else 10
@@ -210,7 +202,6 @@ def metrics(run: Snapshot, look: Look) -> Iterator[RenderableType]:
 
 
 def rewards(run: Snapshot) -> list[str]:
-    """Return the metrics of the rewards that are trained on."""
     weights = [name for name in run.names if name.startswith("reward/") and name.endswith("_weight")]
     return [f"{name.removesuffix('_weight')}_mean" for name in weights if any(run.values(name)[-1:])]
 

@@ -60,7 +60,6 @@ def check_out(args: Any) -> None:
 
 
 def check_components(wan: Path, parts: Sequence[str]) -> None:
-    """Raise ValueError if a folder of --wan is missing."""
     if absent := [part for part in parts if not (wan / part).is_dir()]:
         raise ValueError(f"--wan {wan} has no {', '.join(absent)} folder: download it again")
 
@@ -132,7 +131,6 @@ def write_safetensors(file: Path, state: Mapping[str, Tensor], dtypes: Mapping[s
 
 
 def write_published(file: Path, state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
-    """Write tensors to a file that is complete or absent."""
     with atomic_path(file) as partial:
         write_safetensors(partial, state, dtypes)
     fsync(file.absolute().parent)

@@ -34,7 +34,6 @@ SOURCES = ("flow_grpo", "config", "tools", "train_grpo.py")
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Audit, print the findings and return the exit code."""
     parser = make_parser(__doc__)
     parser.add_argument("--wheel", type=Path, help="local wheel; default: download it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all findings as JSON")
@@ -54,7 +53,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def audit(wheel: Wheel, *, names_only: bool) -> list[UnknownName]:
-    """Return all findings, `names_only` those of names and their arguments. ValueError: unreadable wheel."""
     findings = names.check_names(wheel, project_uses())
     findings.append(names.check_backend(wheel))
     findings += names.check_environment(wheel, sorted(device_api.NPU_VARIABLES))
@@ -65,7 +63,6 @@ def audit(wheel: Wheel, *, names_only: bool) -> list[UnknownName]:
 
 
 def project_uses() -> list[names.Use]:
-    """Return every use of torch_npu in this project's sources."""
     places = [ROOT / place for place in SOURCES]
     files = [file for place in places for file in ([place] if place.suffix else sorted(place.rglob("*.py")))]
     return names.uses(files, ROOT)
@@ -96,7 +93,6 @@ def pinned(requirements: str) -> str:
 
 
 def show(name: str, findings: Sequence[UnknownName]) -> None:
-    """Print the findings, leaving out the many registered operators, and the counts of each check."""
     print(f"{name}\n")
     for finding in findings:
         if (finding.check, finding.text) != ("operator", step.REGISTERED):

@@ -50,7 +50,6 @@ REPEATS = 7
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Measure, print, and return the exit code."""
     given = list(sys.argv[1:] if words is None else words)
     transformer = given[:1] == ["transformer"]
     parser = make_parser(__doc__, recipe=not transformer)
@@ -69,7 +68,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def epochs_of(spec: str, overrides: Sequence[str], epochs: int) -> dict[str, float]:
-    """Build a recipe's trainer in a temporary folder, and measure it."""
     with tempfile.TemporaryDirectory() as folder:
         fixed = {"output_root": folder, "run_name": "bench", "trackers": "()", "resume": ""}
         words = ["--config", spec, *overrides, *(f"--config.{name}={value}" for name, value in fixed.items())]
@@ -147,7 +145,6 @@ def update_steps() -> dict[str, float]:
 
 
 def update_step(network: ReCamTransformer3DModel, given: Sequence[Tensor], mode: str) -> None:
-    """Call the network forward and backward, with what `mode` recomputes."""
     set_checkpointing(network, mode)
     network(*given)[0].square().mean().backward()
 

@@ -43,7 +43,6 @@ MOST_UNSOUND = 3  # tests that fail without the break as well and are left out, 
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Break, run, report; see the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[2], help="checkout (default: this one)")
     parser.add_argument("--only", help="numbers of breaks, from 1, such as 3,17")
@@ -113,7 +112,6 @@ def bodies(text: str, name: str) -> list[tuple[int, int]]:
 
 
 def pattern(expression: str) -> re.Pattern[str]:
-    """Return what finds an expression however it is broken into lines."""
     words = re.findall(r"\w+|\S", expression)
     text = r"\s*".join(rf"(?:,\s*)?{re.escape(word)}" if word in ")]}" else re.escape(word) for word in words)
     return re.compile(rf"(?<!\w){text}" if words[0].isidentifier() else text)
@@ -189,7 +187,6 @@ def near(tree: Path, broken: Path, function: str) -> list[str]:
 
 @functools.cache
 def imports(tree: Path) -> tuple[dict[Path, str], dict[Path, set[Path]]]:
-    """Return the texts of a checkout's modules, and which modules import each."""
     files = [file for pattern in ("flow_grpo/**/*.py", "tests/**/*.py", "*.py") for file in tree.glob(pattern)]
     module = {path.relative_to(tree).with_suffix("").as_posix().replace("/", "."): path for path in files}
     texts = {path: path.read_text(encoding="utf-8") for path in files}

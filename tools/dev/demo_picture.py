@@ -69,7 +69,6 @@ def strips(runs: Sequence[Path], rows: int, frames: int) -> list[list[Tensor]]:
 
 @styled()
 def draw(runs: Sequence[Path], titles: Sequence[str], out: Path, rows: int, frames: int) -> None:
-    """Write the picture."""
     chosen = strips(runs, rows, frames)
     columns = ("source", "before training", *titles, "true view")
     shown = (0, frames // 2, frames - 1)
@@ -87,7 +86,6 @@ def draw(runs: Sequence[Path], titles: Sequence[str], out: Path, rows: int, fram
 
 
 def main() -> None:
-    """Draw the picture."""
     parser = make_parser(__doc__)
     parser.add_argument("runs", type=Path, nargs="+", help="folders of finished runs")
     parser.add_argument("--titles", nargs="+", default=["after training"], help="one per run")

@@ -96,7 +96,6 @@ def rewrite(markdown: str, folder: str) -> str:
 
 
 def map_page() -> str:
-    """Return the page of all files: the first line of each."""
     lines = ["# Map of the project", "", "How a sample passes through these files is in [walk.md](walk.md)."]
     for folder, files in itertools.groupby(source_files(), key=lambda file: file.parent):
         first_lines = {file.name: first_line(file) for file in files}
@@ -107,14 +106,12 @@ def map_page() -> str:
 
 
 def source_files() -> Iterator[Path]:
-    """Yield every source file, folders in order of their names."""
     yield ROOT / "train_grpo.py"
     for place in ("config", "examples", "flow_grpo", "tools"):
         yield from sorted((ROOT / place).rglob("*.py"), key=lambda file: (file.parent.as_posix(), file.name))
 
 
 def first_line(file: Path) -> str:
-    """Return the first line of a file's docstring."""
     text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     return text.partition("\n")[0]
 
@@ -134,7 +131,6 @@ def records_page() -> str:
 
 
 def commands_page() -> str:
-    """Return the page of the commands: docstring and options of each."""
     lines, names = [COMMANDS_HEAD], ("train_grpo", *sorted(f"tools.{file.stem}" for file in ROOT.glob("tools/*.py")))
     with mock.patch.object(sys, "path", [str(ROOT), *sys.path]):
         modules = {name: importlib.import_module(name) for name in names}
@@ -178,7 +174,6 @@ def _with_subcommands(parser: argparse.ArgumentParser, caption: str = "") -> Ite
 
 
 def _shown(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Return the options of a parser that --help lists, --help itself and subcommands left out."""
     no_row = (argparse._HelpAction, argparse._SubParsersAction)
     return [a for a in parser._actions if not isinstance(a, no_row) and a.help != argparse.SUPPRESS]
 

@@ -49,7 +49,6 @@ EPOCH += ["eval.num_conditions=8", "run_name=house"]
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Count and print; see the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[2], help="checkout (default: this one)")
     parser.add_argument("--epoch", action="store_true", help="run one epoch of the demo as well, a minute or two")
@@ -60,7 +59,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def count(root: Path) -> dict[str, Any]:
-    """Return what can be counted without running anything."""
     texts = {path: path.read_text(encoding="utf-8") for path in python_files(root, SOURCE)}
     functions, single = one_caller([ast.parse(text) for text in texts.values()])
     rooms = [path.parent for path in sorted((root / "flow_grpo").glob("*/__init__.py"))]
@@ -80,7 +78,6 @@ def count(root: Path) -> dict[str, Any]:
 
 
 def python_files(root: Path, names: Sequence[str]) -> list[Path]:
-    """Return the Python files among and below those of the names that exist."""
     paths = [path for name in names for path in (root / name, *sorted((root / name).rglob("*.py")))]
     return [path for path in paths if path.suffix == ".py" and path.is_file()]
 
@@ -98,14 +95,12 @@ def one_caller(trees: Sequence[ast.Module]) -> tuple[int, list[ast.FunctionDef]]
 
 
 def names_in(tree: ast.AST, *, called: bool) -> list[str]:
-    """Return the names and attributes that stand in a tree, or only those that are called."""
     nodes = list(ast.walk(tree))
     nodes = [node.func for node in nodes if isinstance(node, ast.Call)] if called else nodes
     return [getattr(node, "attr", None) or node.id for node in nodes if isinstance(node, ast.Attribute | ast.Name)]
 
 
 def lines_of_body(function: ast.FunctionDef) -> int:
-    """Return the lines that a body spans, its docstring aside."""
     body = function.body[1:] if ast.get_docstring(function, clean=False) is not None else function.body
     return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
 

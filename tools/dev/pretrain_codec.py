@@ -38,7 +38,6 @@ SETTINGS = ("steps", "scenes", "batch", "base_dim", "latent_channels", "learning
 
 
 def build_codec(base_dim: int, latent_channels: int) -> AutoencoderKLWan:
-    """Return an untrained codec; mean and std of the latents are set after training."""
     return AutoencoderKLWan(
         base_dim=base_dim,
         in_channels=3 * PATCH**2,
@@ -127,7 +126,6 @@ def psnr(first: Tensor, second: Tensor) -> float:
 
 @torch.no_grad()
 def restore(codec: AutoencoderKLWan, clips: Tensor) -> Tensor:
-    """Return the clips encoded and decoded."""
     return codec.decode(codec.encode(clips).latent_dist.mode()).sample
 
 
@@ -141,7 +139,6 @@ def multiscale(error: Tensor) -> Tensor:
 
 
 def average_gradients(codec: AutoencoderKLWan, world: int) -> None:
-    """Replace the gradients by their mean over ranks."""
     gradients = [parameter.grad for parameter in codec.parameters() if parameter.grad is not None]
     flat = torch.nn.utils.parameters_to_vector(gradients)
     dist.all_reduce(flat)
@@ -149,8 +146,6 @@ def average_gradients(codec: AutoencoderKLWan, world: int) -> None:
 
 
 class CodecTraining(Resumable):
-    """The codec, its optimizer and its clips (clips, 3, T, h, w)."""
-
     def __init__(self, args: argparse.Namespace, clips: Tensor) -> None:
         self.args, self.clips = args, clips
         self.codec = build_codec(args.base_dim, args.latent_channels)
@@ -162,7 +157,6 @@ class CodecTraining(Resumable):
             become_linear(self.codec, clips[:2000])
 
     def advance(self, rank: int, world: int) -> dict[str, float]:
-        """Take one step, with a half-cosine learning rate schedule."""
         fall = 0.5 + 0.5 * math.cos(math.pi * self.step / self.args.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = self.args.learning_rate * min(1.0, (self.step + 1) / 100) * fall
@@ -185,7 +179,6 @@ class CodecTraining(Resumable):
 
 
 def parse() -> argparse.Namespace:
-    """Return the parsed command line."""
     parser = make_parser(__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder of the resumable state")
     parser.add_argument("--out", type=Path, required=True, help="diffusers folder that receives vae/")
@@ -200,7 +193,6 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train to the last step, over any number of calls, and write the codec with its record."""
     args = parse()
     with processes(args) as (rank, world):
         training, held_out = CodecTraining(args, make_clips("codec", args.scenes)), make_clips("codec-val", 8)
@@ -219,7 +211,6 @@ def main() -> None:
 
 
 def log(training: CodecTraining, row: dict[str, float]) -> None:
-    """Append a row, rounded, to the log."""
     training.log({name: round(value, 4) for name, value in row.items()})
 
 

@@ -66,7 +66,6 @@ class Pool:
 
     @classmethod
     def encode(cls, codec: AutoencoderKLWan, split: str, scenes: range) -> Pool:
-        """Render and encode the scenes whose numbers are in `scenes`."""
         latents, cameras, captions = [], [], []
         for number in scenes:
             wide, narrow, labelled = (make_scene(spec, split, number) for spec in (WIDE, NARROW, LABELLED))
@@ -79,12 +78,10 @@ class Pool:
 
     @classmethod
     def load(cls, files: list[Path]) -> Pool:
-        """Concatenate the pools of several files."""
         parts = [torch.load(file, weights_only=True) for file in files]
         return cls(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
     def save(self, file: Path) -> None:
-        """Write the tensors atomically."""
         save_tensors(file, {"latents": self.latents, "cameras": self.cameras, "captions": self.captions})
 
     def _draw_weights(self) -> Tensor:
@@ -131,7 +128,6 @@ class Pool:
 
 
 def build_model(args: argparse.Namespace, channels: int, text_dim: int) -> ReCamTransformer3DModel:
-    """Return an untrained transformer."""
     return ReCamTransformer3DModel(
         patch_size=(1, args.patch, args.patch),
         num_attention_heads=args.width // 32,
@@ -149,7 +145,6 @@ def build_model(args: argparse.Namespace, channels: int, text_dim: int) -> ReCam
 
 
 def initial_model(args: argparse.Namespace, channels: int, text_dim: int) -> ReCamTransformer3DModel:
-    """Return the transformer to train: an untrained one, or that of --init."""
     model = build_model(args, channels, text_dim)
     if args.init is not None:
         model.load_state_dict(
@@ -159,7 +154,6 @@ def initial_model(args: argparse.Namespace, channels: int, text_dim: int) -> ReC
 
 
 def parse() -> argparse.Namespace:
-    """Return the parsed command line."""
     parser = make_parser(__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder of the resumable state")
     parser.add_argument("--out", type=Path, required=True, help="diffusers folder with vae/ of pretrain_codec.py")
@@ -180,8 +174,6 @@ def parse() -> argparse.Namespace:
 
 
 class ModelTraining(Resumable):
-    """The model, its moving average and its optimizer."""
-
     def __init__(self, model: ReCamTransformer3DModel, args: argparse.Namespace) -> None:
         self.args, self.model = args, model
         self.average = torch.optim.swa_utils.AveragedModel(
@@ -211,7 +203,6 @@ class ModelTraining(Resumable):
 
 
 def flow_matching_loss(network: nn.Module, batch: tuple[Tensor, ...], text: Tensor, draw: torch.Generator) -> Tensor:
-    """Return the mean squared velocity error () at random noise levels."""
     target, source, cameras, captions = batch
     uniform = torch.rand(len(target), generator=draw)
     sigma = SHIFT * uniform / (1 + (SHIFT - 1) * uniform)
@@ -222,7 +213,6 @@ def flow_matching_loss(network: nn.Module, batch: tuple[Tensor, ...], text: Tens
 
 
 def main() -> None:
-    """Train, probing the motion that the model generates, and write the diffusers folder."""
     args = parse()
     with processes(args) as (rank, world):
         codec = AutoencoderKLWan.from_pretrained(args.out / "vae").eval()
@@ -238,7 +228,6 @@ def main() -> None:
 
 
 def train(training: ModelTraining, pool: Pool, text: Tensor, probes: dict[str, Probe], rank: int, world: int) -> None:
-    """Train to the last step or until the time limit; rank 0 reports and saves every --probe-steps and at the end."""
     args, began, losses, earlier = training.args, time.time(), [], training.seconds
     network = DistributedDataParallel(training.model) if world > 1 else training.model
     for targets in pool.targets(args.batch, rank, world, training.step):
@@ -272,7 +261,6 @@ def load_pool(codec: AutoencoderKLWan, args: argparse.Namespace, rank: int, worl
 
 
 def report(training: ModelTraining, probes: dict[str, Probe], text: Tensor, loss: Tensor) -> None:
-    """Log loss and probe results, and save the state."""
     row = {"step": training.step, "seconds": round(training.seconds), "loss": float(loss)}
     for name, probe in probes.items():
         measured = probe.measure(training.average.module.eval(), text)
@@ -283,7 +271,6 @@ def report(training: ModelTraining, probes: dict[str, Probe], text: Tensor, loss
 
 
 def write_folder(training: ModelTraining, parts: dict[str, nn.Module], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write the folder in diffusers layout, weights in fp16, and the record."""
     args, out = training.args, training.args.out
     for name, part in parts.items():
         copy.deepcopy(part).half().save_pretrained(out / name)

@@ -138,7 +138,6 @@ CASES = (
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run, compare, print; see the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ref", default="HEAD", help="commit to compare with (default: HEAD)")
     parser.add_argument("--only", default="", help=f"some of {','.join(case.name for case in CASES)}")
@@ -162,7 +161,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def checked_out(ref: str) -> Path:
-    """Return a checkout of a commit under `KEPT`, made where there is none."""
     commit = _git("rev-parse", "--verify", f"{ref}^{{commit}}")
     folder = KEPT / "trees" / commit[:12]
     if not folder.is_dir():
@@ -249,7 +247,6 @@ def tensors(run_folder: Path) -> dict[str, torch.Tensor]:
 
 
 def debug_lines(folder: Path) -> Iterable[str]:
-    """Return the printed lines that tell of groups, sizes and resampling."""
     lines = (folder / "output.txt").read_text(encoding="utf-8").replace(str(folder), "").splitlines()
     return [line.strip() for line in lines if DEBUG_LINE.search(line)]
 

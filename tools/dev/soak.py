@@ -94,22 +94,18 @@ class Family:
         self.seen: dict[int, psutil.Process] = {launcher.pid: psutil.Process(launcher.pid)}
 
     def look(self) -> None:
-        """Add descendants started since the last call."""
         for process in list(self.seen.values()):
             for child in _ask(process.children, [], recursive=True):
                 self.seen.setdefault(child.pid, child)
 
     def alive(self) -> list[psutil.Process]:
-        """Return the processes seen so far that still run and are no zombies."""
         running = [process for process in self.seen.values() if process.is_running()]
         return [process for process in running if _ask(process.status, psutil.STATUS_ZOMBIE) != psutil.STATUS_ZOMBIE]
 
     def ranks(self) -> list[psutil.Process]:
-        """Return the ranks' processes."""
         return [process for process in self.alive() if _ask(process.ppid, -1) == self.launcher.pid]
 
     def workers(self) -> list[psutil.Process]:
-        """Return the ranks' loader processes."""
         ranks = {rank.pid for rank in self.ranks()}
         found = [process for process in self.alive() if _ask(process.ppid, -1) in ranks]
         return [process for process in found if "spawn_main" in " ".join(_ask(process.cmdline, []))]
@@ -132,7 +128,6 @@ class Soak:
         self.epoch_s, self.startup_s = 5.0, 20.0  # measured by `peace`
 
     def words(self, name: str) -> list[str]:
-        """Return the command that starts or resumes a run."""
         knobs = KNOBS | {"num_epochs": self.args.epochs, "run_name": name, "resume": "auto"}
         knobs |= {"output_root": self.args.out / "runs", "data.root": self.args.out / "world"}
         knobs |= {"model.path": ROOT / "assets" / "tiny_recam", "seed": self.args.seed}
@@ -163,7 +158,6 @@ class Soak:
         return started
 
     def watch(self, family: Family, started: Started, name: str, begun: float) -> None:
-        """Wait for the end of a launch, and strike from outside when due."""
         struck_at = 0.0
         while time.monotonic() - begun < START_BOUND_S:
             family.look()
@@ -200,16 +194,13 @@ class Soak:
         return True
 
     def folder(self, name: str) -> Path:
-        """Return a run's folder of checkpoints."""
         return Path(self.args.out, "runs", name, "checkpoints")
 
     def saved(self, name: str) -> int:
-        """Return the finished epochs in a run's newest checkpoint."""
         steps = [path.name.removeprefix("checkpoint_") for path in self.folder(name).glob("checkpoint_*")]
         return max((int(step) for step in steps if step.isdigit()), default=0)
 
     def peace(self) -> None:
-        """Train undisturbed, and measure start-up and epoch times."""
         begun = time.monotonic()
         started = self.start("peace", "none")
         assert started.done, f"the undisturbed run failed: {started}, see {self.args.out}/peace.log"
@@ -244,11 +235,9 @@ class Soak:
         return result
 
     def over(self) -> bool:
-        """Return whether the time is used up."""
         return time.monotonic() - self.begun > 60 * self.args.minutes
 
     def note(self, row: dict[str, Any]) -> None:
-        """Print a row and append it to soak.jsonl."""
         line = json.dumps({"minute": round((time.monotonic() - self.begun) / 60, 2), **row})
         print(line, flush=True)
         with (self.args.out / "soak.jsonl").open("a") as file:
@@ -256,7 +245,6 @@ class Soak:
 
 
 def metrics(run: Path) -> list[dict[str, float]]:
-    """Return the rows of a run's metrics."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -282,7 +270,6 @@ def _numbers(rows: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def options() -> argparse.ArgumentParser:
-    """Return the argument parser."""
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="output folder, must not exist yet")
@@ -295,7 +282,6 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the soak and return the exit code."""
     args = options().parse_args(words)
     if args.out.exists() or args.epochs < 2 or args.ranks < 1:
         return fail(f"--out {args.out} must not exist, --epochs be at least 2, --ranks 1")

@@ -44,11 +44,9 @@ class Saboteur:
     begun: int = -1  # epochs that this process has begun, minus one
 
     def due(self, fault: str) -> bool:
-        """Return whether a fault is to happen now, on this rank."""
         return (fault, int(os.environ.get("RANK", "0")), self.begun) == (self.fault, self.rank, self.epoch)
 
     def arm(self) -> None:
-        """Install the wrappers."""
         train_epoch, take_step, score = Trainer.train_epoch, updater.take_step, RewardSet.__call__
 
         def counted(trainer: Trainer, epoch: int) -> None:
@@ -75,13 +73,10 @@ class Saboteur:
 
 
 class Broken:
-    """A reward that always raises."""
-
     def __init__(self, reward: Any) -> None:
         self.name, self.floor, self.measures = reward.name, reward.floor, reward.measures
 
     def __call__(self, *_: Any) -> Any:
-        """Raise."""
         raise RuntimeError("the soak broke this reward")
 
 

@@ -26,7 +26,6 @@ UPDATE_FORWARDS = {"blocks": 4, "keep_attention": 4, "none": 3}
 
 
 def transformer_config(size: Size) -> dict[str, Any]:
-    """Return the transformer's configuration: Wan's, at this size."""
     return dict(WAN_1_3B) | {
         "num_attention_heads": size.heads,
         "attention_head_dim": size.head_width,
@@ -43,7 +42,6 @@ def recipe(size: Size) -> Config:
 
 
 def kept_whole_gib(setting: Setting) -> float:
-    """Return the GiB that a forward keeps for its backward when no block is recomputed."""
     model = dataclasses.replace(recipe(setting.size).model, checkpointing="none")
     shape, dtype = setting.video.latent_shape, DTYPES[model.dtype]
     counted = footprint(RECAM, transformer_config(setting.size), shape, model, rows=setting.rows, dtype=dtype)

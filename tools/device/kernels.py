@@ -64,7 +64,6 @@ class VideoSize:
 
     @property
     def latent_shape(self) -> tuple[int, int, int, int]:
-        """(C, F, H, W)."""
         return _CHANNELS, (self.frames - 1) // _TEMPORAL + 1, self.height // _SPATIAL, self.width // _SPATIAL
 
     @property
@@ -148,7 +147,6 @@ class Setting:
 
     @property
     def video(self) -> VideoSize:
-        """The one size of most parts."""
         return self.videos[0]
 
 

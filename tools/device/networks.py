@@ -121,7 +121,6 @@ def build_networks(size: Size, config: Config, device: torch.device) -> Training
 
 
 def build_step(setting: Setting) -> StochasticStep:
-    """Return the recipe's first stochastic denoising step, on random weights and latents."""
     size, device, rows, video = setting.size, setting.device, setting.rows, setting.video
     torch.manual_seed(0)
     config = recipe(size)
@@ -222,7 +221,6 @@ class Updating:
         self.norm = 0.0
 
     def __call__(self) -> None:
-        """Replay a recorded step, compute the loss, run the backward pass and the optimizer step."""
         step, train = self._step, self._step.config.train
         new = log_prob(step.latents + 0.1 * step.noise, step.transition())
         terms = grpo_loss(

@@ -12,7 +12,6 @@ peak / planned GiB: rollout | update | decode | first ratio |
 
 
 def table(report: Report) -> str:
-    """Return the figures and the verdicts for a person to read."""
     lines = [
         f"{report['hardware']}, torch {report['torch']}, {report['dtype']}, {report['size']} size",
         f"{'':36s}{'seconds':>10s}{'TFLOP':>10s}{'TFLOP/s':>10s}{'of rate':>9s}{'peak GiB':>10s}{'planned':>9s}",
@@ -35,7 +34,6 @@ def table(report: Report) -> str:
 
 
 def row(report: Report) -> str:
-    """Return the device's row of the table in docs/devices.md, whose header is `ROW_HEAD`."""
     parts, (video, *_) = report["parts"], (report.get("videos") or [""])
 
     def seconds(name: str) -> str:
@@ -59,7 +57,6 @@ def _cell(value: float | None) -> str:
 
 
 def said(record: dict[str, Any]) -> str:
-    """Return a record in a few words."""
     for word in ("error", "unavailable"):
         if word in record:
             return f"{word}: {record[word]}"

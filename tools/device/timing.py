@@ -49,7 +49,6 @@ def interleaved(
 
 
 def median_ratio(seconds: Mapping[str, list[float]], name: str, base: str) -> float:
-    """Return the median over turns of one call's seconds over another's."""
     return statistics.median(one / other for one, other in zip(seconds[name], seconds[base], strict=True))
 
 

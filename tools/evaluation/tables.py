@@ -31,7 +31,6 @@ READING = (
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return counts, failure rate and metrics over all rows and per camera type."""
     kinds = sorted({row["camera_type"] for row in rows}, key=_natural_order)
     return {
         "reading": READING,
@@ -145,7 +144,6 @@ def write_tables(folder: Path, settings: Mapping[str, Any], rows: Sequence[Row],
 
 
 def as_markdown(settings: Mapping[str, Any], rows: Sequence[Row], summary: Mapping[str, Any]) -> str:
-    """Return summary.md."""
     shown = [name for name in METRICS if name in summary["metrics"]]
     named = [f"{name} ({CONVENTIONS[name]})" if name in CONVENTIONS else name for name in shown]
     lines = [
@@ -178,7 +176,6 @@ def _video_cells(row: Row, shown: Sequence[str]) -> list[str]:
 
 
 def baseline_lines(compared: Mapping[str, Any]) -> list[str]:
-    """Return a sentence and a table of what `compare` found."""
     found = {"failure_rate": compared["failure_rate"]} | compared["metrics"]
     head = (
         f"Minus {compared['against']}, over {compared['videos']} common videos; below 0 is better, and an interval "

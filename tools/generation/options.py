@@ -22,7 +22,6 @@ class Parser(argparse.ArgumentParser):
     """A parser that raises ValueError instead of printing the usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise ValueError."""
         raise ValueError(message)
 
 
@@ -46,7 +45,6 @@ def parse(words: Sequence[str] | None, doc: str | None) -> argparse.Namespace:
 
 
 def _check_subject(args: argparse.Namespace) -> None:
-    """Raise ValueError unless the options say what to show, in the way that the model takes."""
     needs = video_model(args.kind).needs
     wanted, others = ["source", "camera"], ["prompts"]
     if "source_video" not in needs:

@@ -23,7 +23,6 @@ def record_of(video: Path) -> dict[str, Any] | None:
 
 
 def records_below(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the records below a folder with their files, in order of name."""
     for file in sorted(folder.rglob(f"*{RECORD}")):
         record = read_record(file)
         if record is not None:

@@ -71,5 +71,4 @@ def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
 
 
 def claims_about(benchmark: str) -> list[Claim]:
-    """Return the published rows of a benchmark."""
     return [claim for claim in CLAIMS if claim.protocol["set"] == benchmark]

@@ -74,7 +74,6 @@ def item_name(source: str, camera: str) -> str:
 
 
 def check_names(items: Sequence[Item]) -> None:
-    """Raise ValueError unless every video has a name of its own."""
     name, count = Counter(item.name for item in items).most_common(1)[0]
     if count > 1:
         raise ValueError(f"video {name} is {count} times in the list, must be there once")
@@ -91,7 +90,6 @@ def write_path(out: Path, path: str, poses: Tensor) -> None:
 
 
 def write_plan(out: Path, plan: BenchmarkPlan) -> None:
-    """Write the plan and the script that generates its videos."""
     lines = [_line(out.resolve(), plan, number, items) for number, items in _calls(plan)]
     write_atomically(out / SCRIPT, HEAD + "\n".join(lines) + "\n")
     write_atomically(out / PLAN, json.dumps(dataclasses.asdict(plan), indent=1, ensure_ascii=False) + "\n")

@@ -140,7 +140,6 @@ def _source(sources: Path, track: str) -> Path:
 
 
 def case_name(item: Item) -> str:
-    """Return a video's name in cases.jsonl."""
     return f"{item.source}{SEPARATOR}{item.camera}"
 
 

@@ -48,7 +48,6 @@ def find_tasks(
 
 
 def _check_settings(records: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise ValueError unless the records of tools/generate.py have the same settings."""
     for name, record in records.items():
         first = next(iter(records.values()))
         for option in SAME:

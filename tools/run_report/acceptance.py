@@ -49,12 +49,10 @@ def record(run: Run) -> dict[str, Any]:
 
 
 def as_json(runs: Sequence[Run]) -> str:
-    """Return the rows as JSON."""
     return json.dumps([record(run) for run in runs], indent=1, ensure_ascii=False)
 
 
 def as_markdown(runs: Sequence[Run]) -> str:
-    """Return the rows as a Markdown table."""
     head = ["run", "device", "recipe", "steps", f"reward, first and last {ENDS} epochs", "held out: before → after"]
     head += ["verdict", "samples/s", "MFU", "peak memory", "versions"]
     return "\n".join(markdown_table(head, [_cells(record(run)) for run in runs]))
@@ -83,7 +81,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _ends(run: Run, reward: str) -> list[float | None]:
-    """Return the mean of a reward over the first and over the last epochs, None without any."""
     values = run.values(f"reward/{reward}_mean")
     return [fmean(part) if part else None for part in (values[:ENDS], values[-ENDS:])]
 

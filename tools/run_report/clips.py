@@ -38,7 +38,6 @@ class PageVideo:
 
     @property
     def compares(self) -> bool:
-        """Whether the video shows the policy before training beside that of now."""
         return {"base", "now"} <= {panel.name for panel in self.video.panels}
 
     @property

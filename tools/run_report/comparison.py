@@ -60,7 +60,6 @@ def different_knobs(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def _why_not(first: Run, run: Run) -> str:
-    """Return why a run cannot be put beside the first; "" where it can."""
     if run.summary is None:
         return "it has no summary.json, so it does not say how it was measured."
     ours, theirs = first.summary.measured_on if first.summary else {}, run.summary.measured_on

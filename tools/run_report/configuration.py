@@ -39,7 +39,6 @@ class ChangedKnob:
 
 
 def settings(run: Run) -> dict[str, str]:
-    """Return knob -> value that the run trained with last, entries of tables one by one."""
     return _written(to_dict(run.config))
 
 
@@ -86,7 +85,6 @@ def knobs(run: Run, asked: str = "") -> tuple[list[ChangedKnob], str]:
 
 
 def _recipe(spec: str, asked: str) -> tuple[dict[str, str] | None, str]:
-    """Return the knobs of a recipe as it is now, or None and the reason."""
     file, _, name = spec.rpartition(":")
     place = next((path for path in (Path(file), ROOT / file) if path.is_file()), None)
     if not name or place is None:

@@ -53,7 +53,6 @@ class Change:
 
     @property
     def moved(self) -> str:
-        """The change in words, with the decimals of its interval."""
         return changed(self.change, self.low, self.high)
 
     @property
@@ -66,7 +65,6 @@ GROUPS = ("independent judge", "likeness to the true view", "trained rewards", "
 
 
 def rewards(run: Run) -> list[str]:
-    """Return the rewards with a weight in any epoch of training."""
     return [name for name, weight in largest_weights(run.config).items() if weight]
 
 
@@ -87,7 +85,6 @@ def _measured(run: Run) -> list[str]:
 
 
 def _steps(run: Run) -> list[int]:
-    """Return the steps of the evaluations."""
     return [step for step, row in run.rows.items() if any(name.startswith("eval/") for name in row)]
 
 
@@ -136,7 +133,6 @@ def judged(run: Run) -> list[str]:
 
 
 def verdict_word(run: Run) -> str:
-    """Return the one word for the run, or that there is none."""
     return run.summary.verdict.overall if run.summary and run.summary.verdict else NO_VERDICT
 
 

@@ -94,7 +94,6 @@ def duration(seconds: float) -> str:
 
 
 def _power(value: float, digits: int = 16) -> int:
-    """Return the power of ten of a number's first digit, after rounding."""
     return int(f"{value:.{digits - 1}e}".partition("e")[2])
 
 

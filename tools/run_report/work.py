@@ -37,12 +37,10 @@ def seconds_of(run: Run) -> float:
 
 
 def typical(run: Run, name: str) -> float:
-    """Return the median of a metric, NaN without values."""
     return median(run.values(name) or [math.nan])
 
 
 def largest(run: Run, name: str) -> float:
-    """Return the largest value of a metric, NaN without values."""
     return max(run.values(name), default=math.nan)
 
 
@@ -69,11 +67,9 @@ def figures(run: Run) -> list[tuple[str, str, str]]:
 
 
 def device(run: Run) -> str:
-    """Return the device in a few words, without why no other was taken."""
     return run.start.device.split(";")[0].removeprefix("device ")
 
 
 def versions(run: Run) -> dict[str, str]:
-    """Return the versions that decide about numbers, Python first."""
     known = {name.lower().replace("_", "-"): version for name, version in run.start.versions.items()}
     return {"python": run.start.python} | {name: known[name] for name in SHOWN_VERSIONS if name in known}

@@ -93,7 +93,6 @@ class Adapter:
             raise ValueError(f"package {self.module!r} cannot be imported ({error}): {self.install}") from None
 
     def load(self, package: ModuleType) -> None:
-        """Load the model from `self._weights`."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -121,7 +120,6 @@ class VideoAlign(Adapter):
     scores = ("videoalign_vq", "videoalign_mq")
 
     def load(self, package: ModuleType) -> None:
-        """Load `VideoVLMRewardInference`."""
         device = str(self._settings.device)
         self._model = package.VideoVLMRewardInference(str(self._weights), device=device, dtype=torch.bfloat16)
 
@@ -143,7 +141,6 @@ class Hpsv3(Adapter):
     scores = ("hpsv3",)
 
     def load(self, package: ModuleType) -> None:
-        """Load `HPSv3RewardInferencer`."""
         weights, device = str(self._weights), str(self._settings.device)
         self._model = package.HPSv3RewardInferencer(checkpoint_path=weights, device=device)
 
@@ -168,13 +165,11 @@ class ClipScore(Adapter):
     scores: tuple[str, ...] = ("clip",)
 
     def load(self, package: ModuleType) -> None:
-        """Load model and processor."""
         processor = package.AutoProcessor.from_pretrained(str(self._weights), local_files_only=True)
         model = package.AutoModel.from_pretrained(str(self._weights), local_files_only=True)
         self._processor, self._model = processor, model.eval().to(self._settings.device)
 
     def score(self, video: Tensor, condition: Condition) -> Mapping[str, float]:
-        """Score some frames against the prompt."""
         texts = {"text": [condition.prompt], "padding": True, "truncation": True}
         images = _frames(video, self._settings.frames)
         inputs = self._processor(images=images, return_tensors="pt", **texts).to(self._settings.device)
@@ -202,13 +197,11 @@ class MapAnythingPoses(Adapter):
     scores = ("mapanything_rot", "mapanything_trans")
 
     def load(self, package: ModuleType) -> None:
-        """Load `MapAnything`."""
         model = package.MapAnything.from_pretrained(str(self._weights), local_files_only=True)
         self._model = model.to(self._settings.device).eval()
         self._preprocess = importlib.import_module("mapanything.utils.image").preprocess_inputs
 
     def score(self, video: Tensor, condition: Condition) -> Mapping[str, float]:
-        """Estimate the poses of all frames jointly and compare them."""
         known: dict[str, Tensor] = {}
         if condition.intrinsics is not None:
             fx, fy, cx, cy = condition.intrinsics.tolist()

@@ -69,7 +69,6 @@ class RewardServer:
 
     @property
     def url(self) -> str:
-        """Return the server's address."""
         return "http://{}:{}".format(*self.address)
 
     def run(self) -> None:
@@ -82,7 +81,6 @@ class RewardServer:
         self._uvicorn.should_exit = True
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
         begin, request, cause = time.monotonic(), Request(scope, receive), ""
         try:
             response = await self._response(request)
@@ -135,7 +133,6 @@ class RewardServer:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches a host address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

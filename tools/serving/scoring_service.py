@@ -72,7 +72,6 @@ class LocalScorer:
         self.needs = NEEDS.get(reward.name, ("source", "target"))
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> dict[str, RewardResult]:
-        """Score videos (B, 3, T, h, w)."""
         return {self.scores[0]: self._reward(videos, conditions)}
 
 
@@ -93,7 +92,6 @@ class ScoringService:
         self._replies: LruCache[str, bytes] = LruCache(REPLIES_KEPT)
 
     def health(self) -> dict[str, Any]:
-        """Return the server's description, for GET /health."""
         scorer = self.scorer
         about = {"protocol": protocol.PROTOCOL, "model": scorer.model, "version": scorer.version}
         return about | {"rewards": scorer.scores, "needs": scorer.needs, "max_bytes": self.max_bytes}

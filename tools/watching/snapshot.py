@@ -117,7 +117,6 @@ def find_run(folder: Path) -> tuple[Path, str]:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder is a run's."""
     return any((folder / name).exists() for name in MARKS)
 
 

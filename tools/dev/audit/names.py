@@ -55,13 +55,11 @@ def uses(files: Sequence[Path], root: Path) -> list[Use]:
 
 
 def check_names(wheel: Wheel, found: Sequence[Use]) -> list[UnknownName]:
-    """Return one finding per name and call signature."""
     calls = {(use.name, use.arguments, use.keywords): use for use in reversed(found)}
     return [_check(wheel, use) for use in reversed(calls.values())]
 
 
 def check_backend(wheel: Wheel) -> UnknownName:
-    """Check that the wheel registers the process group backend that the project uses."""
     if wheel.registers_backend(BACKEND):
         return UnknownName("name", "ok", BACKEND, "registered as a process group backend")
     return UnknownName("name", "fail", BACKEND, "no such process group backend: change `process_group_backend`")
@@ -132,7 +130,6 @@ class _Scope:
         return found
 
     def _walk(self) -> Iterator[ast.AST]:
-        """Yield the nodes of this scope, outermost first."""
         waiting: list[ast.AST] = list(reversed(self._body))
         while waiting:
             node = waiting.pop()
@@ -169,7 +166,6 @@ def _loaded(by_name: bool, name: ast.expr) -> str:
 
 
 def _chosen(node: ast.expr) -> str:
-    """Return the string that an expression evaluates to on an NPU, or ""."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "upper":

@@ -79,7 +79,6 @@ class DeviceTensor(Tensor):
 
     @staticmethod
     def __new__(cls, values: Tensor, record: Record) -> DeviceTensor:
-        """Wrap a CPU tensor."""
         made: DeviceTensor = Tensor._make_wrapper_subclass(
             cls,
             values.size(),
@@ -181,7 +180,6 @@ def recording() -> Iterator[Record]:
 
 
 def _fake_module() -> Any:
-    """Return a fake `torch.npu` whose functions return constants."""
     answers: dict[str, Any] = {
         "is_available": True,
         "is_initialized": True,
@@ -228,7 +226,6 @@ def training_step(folder: Path) -> Record:
 
 
 def observe() -> Record:
-    """Run `training_step` in a temporary folder, with its output on stderr."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         return training_step(Path(folder))
 

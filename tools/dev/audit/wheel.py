@@ -61,11 +61,9 @@ class Wheel:
         return found
 
     def mentions(self, text: str) -> bool:
-        """Return whether one of the wheel's binaries contains the text."""
         return any(text.encode() in binary for binary in self._binaries)
 
     def registers_backend(self, name: str) -> bool:
-        """Return whether the wheel registers this process group backend with torch."""
         return self._calls("register_backend", name)
 
     def find(self, dotted: str) -> Definition | None:
@@ -92,7 +90,6 @@ class Wheel:
 
     @functools.cached_property
     def _sources(self) -> dict[str, str]:
-        """Archive member of each module."""
         modules = {file[:-3].replace("/", "."): file for file in self._files if file.endswith(".py")}
         return {name.removesuffix(".__init__"): file for name, file in modules.items() if name.startswith(ROOT)}
 
@@ -163,7 +160,6 @@ class Wheel:
         return self._member(compiled, original)
 
     def _source_of(self, module: str, statement: ast.ImportFrom) -> str:
-        """Return the absolute module name of a `from ... import`."""
         if not statement.level:
             return statement.module or ""
         package = module if self._sources[module].endswith("__init__.py") else module.rpartition(".")[0]
@@ -200,7 +196,6 @@ def _supported(text: str) -> Iterator[str]:
 
 
 def _flat(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield statements, descending into `if`, `try` and `with`."""
     for statement in statements:
         yield statement
         if isinstance(statement, ast.If | ast.Try | ast.With):

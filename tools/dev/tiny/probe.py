@@ -35,7 +35,6 @@ def encode(codec: AutoencoderKLWan, videos: Tensor) -> Tensor:
 
 @torch.no_grad()
 def decode(codec: AutoencoderKLWan, latents: Tensor) -> Tensor:
-    """Return videos in [0, 1]."""
     mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (codec.config.latents_mean, codec.config.latents_std))
     return (codec.decode(latents * std + mean).sample.clamp(-1, 1) + 1) / 2
 
@@ -103,7 +102,6 @@ class Probe:
 
 
 def ode(model: nn.Module, latents: Tensor, source: Tensor, cameras: Tensor, text: Tensor, steps: int) -> Tensor:
-    """Return clean latents, by Euler steps."""
     sigmas = flow_sigmas(steps, SHIFT)
     for i in range(steps):
         latents = latents + (sigmas[i + 1] - sigmas[i]) * predict(

@@ -45,12 +45,10 @@ class Resumable:
             self.step, self.seconds = state["step"], state["seconds"]
 
     def save(self) -> None:
-        """Replace the state file atomically."""
         state = {name: part.state_dict() for name, part in self.parts.items()}
         save_tensors(self.file, {**state, "step": self.step, "seconds": self.seconds})
 
     def log(self, row: dict[str, float]) -> None:
-        """Append a row to WORK/log.jsonl."""
         with (self.work / "log.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -68,6 +66,5 @@ class Resumable:
 
 
 def save_tensors(file: Path, content: Any) -> None:
-    """Write a file with torch.save, atomically."""
     with atomic_path(file) as partial:
         torch.save(content, partial)
