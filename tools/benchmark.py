@@ -22,7 +22,9 @@ Exit code: 0, or 2 for invalid arguments or inputs.
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 
 import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
 
-from flow_grpo.maths.benchmarks import printed_errors
+from flow_grpo.maths.benchmarks import printed_errors, redirect4d_errors
 from flow_grpo.rewards.camera import structure_from_motion as motion
 from flow_grpo.rewards.camera.structure_from_motion import Estimate
 from flow_grpo.rewards.frames import MOST_FRAMES
@@ -44,7 +46,7 @@ from tools.evaluation.inputs import EvaluationTask
 from tools.evaluation.tables import compare, read_baseline, summarise, write_tables
 from tools.generation.records import AFTER, BEFORE
 from tools.published.davis import DAVIS_2016, prepare_davis
-from tools.published.redirect4d import FRAMES, case_name, copy_for_scorer, prepare_redirect4d, write_pose_part
+from tools.published.redirect4d import FRAMES, case_name, prepare_redirect4d
 from tools.published.claims import PRINTED
 from tools.published.plan import SCRIPT, VIDEOS, BenchmarkPlan, read_plan, write_plan
 from tools.published.report import report
@@ -121,8 +123,10 @@ def score(args: argparse.Namespace) -> int:
     place.mkdir(parents=True, exist_ok=True)
     if plan.benchmark == "redirect4d" and not args.before:
         items = {item.name: item for item in plan.items}
-        for task in tasks:
-            copy_for_scorer(args.out, items[task.name], task.file)
+        for task in tasks:  # under the names that the benchmark's scorer and its pose script look for
+            for folder, name in (("VIDEOS", task.name), ("cases", case_name(items[task.name]))):
+                (args.out / folder).mkdir(exist_ok=True)
+                shutil.copyfile(task.file, args.out / folder / f"{name}.mp4")
     if args.vipe:
         rows = vipe_rows(args, plan, tasks)
     else:
@@ -142,11 +146,7 @@ def score(args: argparse.Namespace) -> int:
 
 
 def vipe_rows(args: argparse.Namespace, plan: BenchmarkPlan, tasks: Sequence[EvaluationTask]) -> list[dict[str, Any]]:
-    """Return a row of each video over all its frames, by the poses in ViPE's files; one without a file has failed.
-
-    Raises:
-        ValueError: an unusable file, or none at all.
-    """
+    """Return a row of each video over all its frames, by the poses in ViPE's files; one without a file has failed."""
     items, rows = {item.name: item for item in plan.items}, []
     files, metric = vipe_files(args.vipe), args.metric or plan.benchmark == "redirect4d"
     for task in tasks:
@@ -160,7 +160,8 @@ def vipe_rows(args: argparse.Namespace, plan: BenchmarkPlan, tasks: Sequence[Eva
             pair = (None, None) if poses is None else printed_errors(task.commanded, poses)
             row |= dict(zip(PRINTED, pair, strict=True))
         elif poses is not None and not args.before:
-            write_pose_part(args.out, item, task.commanded, poses)
+            errors = redirect4d_errors(task.commanded, poses) | {"track": item.source, "trajectory": item.camera}
+            write_atomically(args.out / "pose" / case_name(item) / "summary.json", json.dumps(errors, indent=2))
         rows.append(row)
     if not any(row["registered"] for row in rows):
         raise ValueError(f"--vipe {args.vipe} has poses of no video: looked for pose/{tasks[0].file.stem}.npz below it")

@@ -33,6 +33,7 @@ import torch
 
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.atomic_file import write_atomically
+from tools.common import fail, make_parser
 from tools.device.kernels import VideoSize
 from tools.device.tables import ROW_HEAD, row, said, table
 
@@ -98,8 +99,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if options.part:  # this process measures; the one that waits for it leaves the device alone
             device_api.setup(device)
     except ValueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+        return fail(error)
     if options.part:
         return run_part(options.part, size, device, videos, options)
     file = Path(options.out or ROOT / "benchmarks" / f"{size.replace('-', '_')}_{device.type}.json")
@@ -111,12 +111,12 @@ def main(words: Sequence[str] | None = None) -> int:
         write_atomically(file, f"{json.dumps(_rounded(report), indent=2)}\n")
 
     collect(report, list(jobs(parts, videos)), runner, options.budget_s, save)
-    sys.stdout.write(f"\n{table(report)}\n\n{ROW_HEAD}\n{row(report)}\n\nkept in {file}\n")
+    print(f"\n{table(report)}\n\n{ROW_HEAD}\n{row(report)}\n\nkept in {file}")
     return 1 if any("error" in record for record in report["parts"].values()) else 0
 
 
 def _read(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--size", choices=list(VIDEOS), help="real, or self-test: that it runs, in small")
     parser.add_argument("--device", default="auto", help="kind of device")
     parser.add_argument("--videos", default="", help="FRAMESxHEIGHTxWIDTH, the most important first, commas between")
@@ -161,12 +161,8 @@ def new_report(size: str, device: torch.device) -> Report:
 def collect(report: Report, queue: Sequence[Job], runner: Runner, budget_s: float, save: Callable[[], None]) -> None:
     """Run the jobs in order and fill the report, saving it after each.
 
-    Args:
-        report: from `new_report`.
-        queue: from `jobs`.
-        runner: measures one job within a given number of seconds and returns its answer, see `run_part`.
-        budget_s: seconds for all jobs; those that no time is left for are recorded as skipped.
-        save: writes the report.
+    `runner` measures one job within a number of seconds and returns its answer, see `run_part`. Jobs that no time is
+    left for, of `budget_s` seconds, are recorded as skipped.
     """
     end = time.monotonic() + budget_s
     for job in queue:
@@ -187,8 +183,7 @@ def _take(report: Report, job: Job, answer: dict[str, Any]) -> None:
             report["counted"][name] = record
             continue
         report["parts"][name] = record
-        sys.stdout.write(f"{name}: {said(record)}\n")
-        sys.stdout.flush()
+        print(f"{name}: {said(record)}", flush=True)
     _derive(report)
 
 
@@ -285,8 +280,7 @@ def run_part(
             "sizes": {"rows": options.rows, **dataclasses.asdict(chosen)},
             "records": records,
         }
-        sys.stdout.write(f"{json.dumps(answer)}\n")
-        sys.stdout.flush()
+        print(json.dumps(answer), flush=True)
     return 0
 
 

@@ -12,7 +12,6 @@ Exit code: 0 when no check failed, 1 when one did, 2 for a setting that cannot w
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -41,14 +40,12 @@ from flow_grpo.runtime.ranks.start_up import refuse, set_up_rank
 from flow_grpo.settings.checks import check, check_world
 from flow_grpo.settings.loading import ConfigError
 from flow_grpo.settings.schema import Config
+from tools.common import make_parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, metavar="FILE:RECIPE", help="its knobs may follow")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of a table, everything else on stderr"
-    )
+    parser = make_parser(__doc__, recipe=True)
+    parser.add_argument("--json", action="store_true", help="print one JSON object, everything else on stderr")
     known, overrides = parser.parse_known_args(words)
     begun, world = time.perf_counter(), None
     try:
@@ -87,7 +84,7 @@ def stdout_to_stderr() -> Iterator[None]:
 
 
 def examine(config: Config, spec: str, device: torch.device, world: World) -> list[Finding]:
-    """Build a run and return its findings, identical on every rank; collective call: every rank must call it.
+    """Build a run and return its findings, the same on every rank. Collective call.
 
     Raises:
         ValueError: on every rank, for a setting or file with which nothing can be built.

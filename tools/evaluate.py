@@ -135,11 +135,7 @@ def rows_of(
 
 
 def tasks_of(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[list[EvaluationTask], list[EvaluationTask]]:
-    """Return the videos to judge, and the same before training where there are any; generate them if asked for.
-
-    Raises:
-        ValueError: unusable input.
-    """
+    """Return the videos to judge, and the same before training where there are any; generate them if asked for."""
     if args.folder:
         after, before = find_generated(args.folder, args.focal_px)
     elif args.run or args.config:
@@ -244,8 +240,7 @@ def measure(
 ) -> Iterator[tuple[EvaluationTask, Finished]]:
     """Yield each video's result as soon as it is ready, and save it below `out`; results saved earlier are read back.
 
-    `keys` are the tasks' input hashes, `seconds` is the time limit per video. Each of the `workers` threads has its own
-    process, so that a crash or a timeout costs only the current video.
+    Each of the `workers` threads has its own process: a crash or a timeout costs only the current video.
     """
     own = threading.local()
 
@@ -259,7 +254,9 @@ def measure(
         outcome = pool.run(estimate, [call], seconds=seconds, what=f"video {task.name}")[0]
         finished = judge(task, key, outcome)
         if not outcome.fault:  # a failure of the estimator itself is retried by the next call
-            write_row(out, task, finished)
+            poses = [pose.tolist() if pose.isfinite().all() else None for pose in finished.poses]
+            content = {"key": finished.key, "row": finished.row, "poses": poses}
+            write_atomically(_row_file(out, task), json.dumps(content, allow_nan=False))
         return finished
 
     pools: set[CallPool] = set()
@@ -276,11 +273,7 @@ def measure(
 
 
 def estimate(video: Path, num_frames: int, frames: Sequence[int], focal_px: float) -> Estimate:
-    """Estimate the cameras of the given frames of a video file with `num_frames` frames.
-
-    Raises:
-        ValueError: the video cannot be read.
-    """
+    """Estimate the cameras of these frames of a video file with `num_frames`; ValueError where it cannot be read."""
     begun = time.process_time()
     colours = read_video(video, num_frames)[:, list(frames)].permute(1, 2, 3, 0).numpy()
     grey = np.stack([cv2.cvtColor(picture, cv2.COLOR_RGB2GRAY) for picture in np.ascontiguousarray(colours)])
@@ -322,12 +315,6 @@ def judge(task: EvaluationTask, key: str, outcome: Outcome[Estimate], frames: Se
 
 def _row_file(out: Path, task: EvaluationTask) -> Path:
     return out / "rows" / f"{task.name}.json"
-
-
-def write_row(out: Path, task: EvaluationTask, finished: Finished) -> None:
-    poses = [pose.tolist() if pose.isfinite().all() else None for pose in finished.poses]
-    content = {"key": finished.key, "row": finished.row, "poses": poses}
-    write_atomically(_row_file(out, task), json.dumps(content, allow_nan=False))
 
 
 def read_row(out: Path, task: EvaluationTask, key: str) -> Finished | None:

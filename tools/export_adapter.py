@@ -10,7 +10,6 @@ for unusable arguments.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,11 +25,11 @@ from flow_grpo.settings.loading import load_config
 from flow_grpo.settings.schema import Config
 from flow_grpo.models.files.adapter_files import save_adapter
 from flow_grpo.models.registry import build_policy
+from tools.common import fail, make_parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, metavar="FILE:RECIPE", help="of the run; its knobs may follow")
+    parser = make_parser(__doc__, recipe=True)
     parser.add_argument("--checkpoint", type=Path, required=True, help="folder of a checkpoint")
     parser.add_argument("--out", type=Path, required=True, help="adapter folder to write; must not exist")
     args, overrides = parser.parse_known_args(words)
@@ -41,18 +40,13 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"exporting {args.checkpoint}", flush=True)
         export(config, args.checkpoint, args.out)
     except (ValueError, OSError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
-        return 2
+        return fail(error)
     print(f"{args.checkpoint} -> {args.out}", flush=True)
     return 0
 
 
 def export(config: Config, checkpoint: Path, out: Path) -> None:
-    """Write a checkpoint's weights as an adapter folder.
-
-    Raises:
-        ValueError: the model is missing, or the checkpoint is damaged or of another model.
-    """
+    """Write a checkpoint's weights as an adapter folder; ValueError for a missing model or an unusable checkpoint."""
     policy = build_policy(config, torch.device("cpu"))
     load_weights(checkpoint, policy.module, config.model.trained)
     save_adapter(policy, out)

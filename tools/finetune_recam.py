@@ -40,13 +40,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from flow_grpo.run.assemble import check_sizes
-from flow_grpo.run.assemble import run_name
-from flow_grpo.run.assemble import share_tokens
-from flow_grpo.run.assemble import splits
-from flow_grpo.runtime.ranks.start_up import raise_on_all_ranks
-from flow_grpo.runtime.ranks.start_up import refuse
-from flow_grpo.runtime.ranks.start_up import set_up_rank
+from flow_grpo.run.assemble import check_sizes, run_name, share_tokens, splits
+from flow_grpo.runtime.ranks.start_up import raise_on_all_ranks, refuse, set_up_rank
 from flow_grpo.run.parts import build_optimizer
 from flow_grpo.run.run_state import common_identity
 from flow_grpo.algorithm.update.history import UpdateHistory
@@ -104,7 +99,8 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def options() -> argparse.ArgumentParser:
+def read_command_line(words: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
+    """Return the options and the checked configuration; ConfigError, the same on every rank, for invalid values."""
     parser = make_parser(__doc__, recipe=True)
     add, flag = parser.add_argument, argparse.BooleanOptionalAction
     add("--run-name", default="", help="folder below output_root; default: the recipe's, or recipe and time")
@@ -124,12 +120,7 @@ def options() -> argparse.ArgumentParser:
     add("--log-every", type=int, default=10, help="steps")
     add("--eval-items", type=int, default=64, help="items of data.eval_split to evaluate before and after; 0: none")
     add("--resume", action="store_true", help="resume from the run's newest checkpoint")
-    return parser
-
-
-def read_command_line(words: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
-    """Return the options and the checked configuration; ConfigError, the same on every rank, for invalid values."""
-    args, overrides = options().parse_known_args(words)
+    args, overrides = parser.parse_known_args(words)
     for name, value in vars(args).items():
         if isinstance(value, int) and value < (least := int(name in POSITIVE)):
             raise ConfigError(f"--{name.replace('_', '-')}: got {value}, must be at least {least}")

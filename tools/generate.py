@@ -229,19 +229,18 @@ def plan_prompts(args: argparse.Namespace) -> tuple[ConditionDataset, list[Video
 
 
 def plan_films(args: argparse.Namespace) -> tuple[ConditionDataset, list[VideoRequest]]:
-    """Return the dataset of sources x cameras and its requests.
-
-    Reads every source once, so that an unusable one is reported before sampling starts.
-
-    Raises:
-        ValueError: an unusable source or camera.
-    """
+    """Return the dataset of sources x cameras and its requests; every source is read once, and refused here."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         size = (args.frames, args.height, args.width)
         sources = list(find_sources(args.source))
         for source in sources:
-            check_length(source, args.frames)
+            if not source.is_file():
+                raise ValueError(f"--source {source} does not exist; give a video or a folder of videos")
+            if (count := video_size(source)[0]) < size[0]:
+                raise ValueError(
+                    f"--source {source} is too short, got {count} of {args.frames} frames; pass fewer"
+                )
         dataset = UserVideos(sources, args.camera, size, prompt=args.prompt)
     for warning in caught:
         print("warning:", " ".join(str(warning.message).split()), file=sys.stderr, flush=True)
@@ -255,11 +254,7 @@ def plan_films(args: argparse.Namespace) -> tuple[ConditionDataset, list[VideoRe
 
 
 def source_cameras(args: argparse.Namespace, requests: Sequence[VideoRequest]) -> dict[VideoRequest, dict[str, Any]]:
-    """Return request -> the fields of its condition on the source's own camera, for a model that needs them.
-
-    Raises:
-        ValueError: the focal length is not known, or --source-poses holds no poses of the frames.
-    """
+    """Return request -> the fields of its condition on the source's own camera, for a model that needs them."""
     found: dict[VideoRequest, dict[str, Any]] = {request: {} for request in requests}
     if "source_poses" not in video_model(args.kind).needs:
         return found
@@ -291,11 +286,7 @@ def source_path(given: str, source: Path, frames: int) -> Tensor:
 
 
 def find_sources(places: Sequence[Path]) -> Iterator[Path]:
-    """Yield the given videos, and those in the given folders that this tool did not generate.
-
-    Raises:
-        ValueError: a folder without such videos.
-    """
+    """Yield the given videos, and those in the given folders that this tool did not generate."""
     for place in places:
         if not place.is_dir():
             yield place
@@ -304,14 +295,6 @@ def find_sources(places: Sequence[Path]) -> Iterator[Path]:
         if not found:
             raise ValueError(f"{place} holds only videos that this tool made, must hold sources")
         yield from found
-
-
-def check_length(source: Path, frames: int) -> None:
-    """Raise ValueError, in the words of this tool's options, for a source with fewer frames than are needed."""
-    if not source.is_file():
-        raise ValueError(f"--source {source} does not exist; give a video or a folder of videos")
-    if (found := video_size(source)[0]) < frames:
-        raise ValueError(f"--source {source} is too short, got {found} of {frames} frames; pass fewer --frames")
 
 
 def check_outputs(requests: Sequence[VideoRequest], overwrite: bool) -> None:
@@ -357,40 +340,10 @@ def load(args: argparse.Namespace) -> Versions:
     return {BEFORE: (WanPolicy(networks, **making), contextlib.nullcontext)} | versions
 
 
-def load_policy(
-    kind: str,
-    model: str | Path,
-    adapter: Path | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    loading: Mapping[str, Any],
-    **sampling: Any,
-) -> WanPolicy:
-    """Return a policy to sample from, with an adapter's weights if one is given.
-
-    Args:
-        kind: `model.kind` of its recipe.
-        model: folder in diffusers layout.
-        adapter: adapter folder of a run.
-        dtype: dtype of transformer and text encoder.
-        device: to run on.
-        loading: `offload` of `load_networks` and settings of the codec.
-        **sampling: guidance_scale, negative_prompt, max_prompt_tokens and round_timestep of `WanPolicy`.
-    """
-    networks = load_networks(video_model(kind), model, dtype, device, **loading)
-    if adapter is not None:
-        networks = dataclasses.replace(networks, transformer=load_adapter(networks.transformer, adapter, dtype))
-    return WanPolicy(networks, dtype=dtype, device=device, **sampling)
-
-
 def generate(policy: WanPolicy, condition: Condition, sigmas: Tensor, seed: int) -> Tensor:
-    """Return the video (3, T, h, w) of a condition, CPU fp32 in [0, 1].
+    """Return the video (3, T, h, w) of a condition, CPU fp32 in [0, 1], by (S+1,) sigmas from 1 to 0.
 
-    Args:
-        policy: the model.
-        condition: its gid, together with `seed`, determines the noise.
-        sigmas: (S+1,) noise levels, from 1 to 0.
-        seed: seed of the noise.
+    The condition's gid and `seed` determine the noise.
     """
     conditioning = policy.encode([condition])
     samples = rollout(policy, [condition], conditioning, [()], Sampling(sigmas, ODE, seed))
@@ -423,7 +376,9 @@ def describe(
         "fps": VIDEO_FPS,
         "torch": torch.__version__,
         "again": [
-            _argument(*setting) for setting in settings.items() if setting[1] is not None and setting[1] is not False
+            f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
+            for name, value in settings.items()
+            if value is not None and value is not False
         ],
         "poses": None if condition.target_poses is None else condition.target_poses.tolist(),
     }
@@ -435,11 +390,6 @@ def lens_px(source: Path, size: tuple[int, int, int]) -> float | None:
     if not lenses:
         return None
     return float(fitted_intrinsics(float(lenses[-1].group(1)), video_size(source)[1:], *size[1:])[0])
-
-
-def _argument(name: str, value: object) -> str:
-    option = f"--{name.replace('_', '-')}"
-    return option if value is True else f"{option}={value}"
 
 
 def write(request: VideoRequest, condition: Condition, videos: Mapping[str, Tensor], record: dict[str, Any]) -> None:

@@ -11,7 +11,6 @@ Exit code: 0, 1 when a run failed, or 2 for an unknown variant.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 import os
@@ -32,6 +31,7 @@ from matplotlib.figure import Figure
 from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.run.starts import commit
 from tools.common import fail, launcher, make_parser, markdown_table
+from tools.run_folder import Run, read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "learning"
@@ -48,13 +48,7 @@ BY_CAMERA = ("demo", "twin")  # variants with a table of their own
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One row of the study.
-
-    Attributes:
-        title: what is printed.
-        recipe: recipe of config/grpo.py.
-        overrides: knob -> value.
-    """
+    """One row of the study: its title, its recipe of config/grpo.py, and knob -> value."""
 
     title: str
     recipe: str
@@ -174,27 +168,26 @@ def train(name: str, seed: int, out: Path, ranks: int) -> bool:
         return False
     found = {"variant": name, "seed": seed, "recipe": variant.recipe, "overrides": variant.overrides, "ranks": ranks}
     found["commit"] = commit()
-    write_atomically(record_file(name, seed), json.dumps(found | outcome(out / run), indent=1) + "\n")
+    write_atomically(record_file(name, seed), json.dumps(found | outcome(read_run(out / run)), indent=1) + "\n")
     print(run, "done", flush=True)
     return True
 
 
-def outcome(run: Path) -> dict[str, Any]:
+def outcome(run: Run) -> dict[str, Any]:
     """Return a finished run's curve of evaluations and its changes with their intervals."""
-    with (run / "metrics.csv").open(encoding="utf-8", newline="") as file:
-        rows = [{name: float(cell) for name, cell in row.items() if cell} for row in csv.DictReader(file)]
     curve, seconds, forwards = [], 0.0, 0.0
-    for row in rows:
+    for step, row in run.rows.items():
         seconds += row.get("time/epoch_s", 0.0)
         forwards = row.get("system/forward_equivalents", forwards)
         if all(metric in row for metric in GOLD):
-            place = {"epoch": row["step"], "forward_equivalents": forwards, "minutes": round(seconds / 60, 2)}
+            place = {"epoch": float(step), "forward_equivalents": forwards, "minutes": round(seconds / 60, 2)}
             curve.append(place | {metric: row[metric] for metric in GOLD})
-    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    summary = run.summary
+    assert summary is not None
     by_camera = {
-        camera: {metric: changes[metric] for metric in GOLD} for camera, changes in summary["change_by_camera"].items()
+        camera: {metric: changes[metric] for metric in GOLD} for camera, changes in summary.change_by_camera.items()
     }
-    return {"before": summary["before"], "after": summary["after"], "change_by_camera": by_camera, "curve": curve}
+    return {"before": summary.before, "after": summary.after, "change_by_camera": by_camera, "curve": curve}
 
 
 def load_records() -> dict[str, list[dict[str, Any]]]:
@@ -223,12 +216,16 @@ def table(records: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Return Markdown lines: per variant the change of every gold metric by seed, its F and its minutes."""
     rows = []
     for name, runs in records.items():
+        ends = [(run["before"], run["after"]) for run in runs]
+        changes = [
+            in_words([(after[metric] - before[metric], *after[f"{metric}_ci95"]) for before, after in ends])
+            for metric in GOLD
+        ]
         last = [run["curve"][-1] for run in runs]
         seeds = ", ".join(str(run["seed"]) for run in runs)
         work = fmean([point["forward_equivalents"] for point in last]) / 1000
         minutes = fmean([point["minutes"] for point in last])
-        rows.append([VARIANTS[name].title, seeds, *(changes(runs, metric) for metric in GOLD), f"{work:.1f}"])
-        rows[-1] += [f"{minutes:.1f}"]
+        rows.append([VARIANTS[name].title, seeds, *changes, f"{work:.1f}", f"{minutes:.1f}"])
     head = ["variant", "seeds", *(f"change of {name}" for name in GOLD.values()), "thousand F", "minutes"]
     return markdown_table(head, rows)
 
@@ -240,11 +237,6 @@ def table_by_camera(runs: Sequence[dict[str, Any]]) -> list[str]:
         found = [run["change_by_camera"][camera] for run in runs]
         rows.append([camera, *(in_words([run[metric] for run in found]) for metric in GOLD)])
     return markdown_table(["camera", *(f"change of {name}" for name in GOLD.values())], rows)
-
-
-def changes(runs: Sequence[dict[str, Any]], metric: str) -> str:
-    """Return the changes of a metric over all conditions, see `in_words`."""
-    return in_words([(run["after"][metric] - run["before"][metric], *run["after"][f"{metric}_ci95"]) for run in runs])
 
 
 def in_words(found: Sequence[Sequence[float]]) -> str:

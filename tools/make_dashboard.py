@@ -91,12 +91,7 @@ def _panel_of(name: str) -> str:
 
 
 def _read(place: Path) -> list[dict[str, Any]]:
-    """Return the sections for a run's metrics, or those of a file.
-
-    Raises:
-        ValueError: there are none, or a run's metrics cannot be read.
-        OSError: a file cannot be read.
-    """
+    """Return the sections for a run's metrics, or those of a file; ValueError or OSError where there are none."""
     if place.is_dir():
         return dashboard({name for row in read_rows(place / "metrics.jsonl").values() for name in row})
     try:
@@ -107,11 +102,7 @@ def _read(place: Path) -> list[dict[str, Any]]:
 
 
 def _save(sections: Sequence[dict[str, Any]], project: str) -> str:
-    """Save a workspace to wandb and return its address.
-
-    Raises:
-        ValueError: what it takes is missing, or wandb does not accept it.
-    """
+    """Save a workspace to wandb and return its address; ValueError where that cannot be."""
     entity, _, name = project.partition("/")
     if not entity or not name:
         raise ValueError(f"--project={project}: must be ENTITY/PROJECT, as in the address of the project's page")

@@ -5,7 +5,6 @@ python tools/make_tiny_world.py --root data/my_world --train-scenes 200 --frames
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -15,7 +14,8 @@ from flow_grpo.data.tiny_world import WorldSpec, write_tiny_world
 from tools.common import make_parser
 
 
-def parse() -> argparse.Namespace:
+def main() -> None:
+    """Write the world."""
     parser = make_parser(__doc__)
     parser.add_argument("--root", type=Path, required=True, help="folder to write; must not exist")
     parser.add_argument("--seed", type=int, default=1)
@@ -26,11 +26,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=32, help="pixels, a multiple of 8")
     parser.add_argument("--translation", type=float, nargs=2, default=(0.35, 0.65), metavar=("LOW", "HIGH"))
     parser.add_argument("--rotation", type=float, nargs=2, default=(0.3, 1.0), metavar=("LOW", "HIGH"))
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse()
+    args = parser.parse_args()
     spec = WorldSpec(
         seed=args.seed,
         scenes={"train": args.train_scenes, "val": args.val_scenes},

@@ -27,14 +27,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 from flow_grpo.cost.choose_recomputation import choose_recomputation
 from flow_grpo.cost.plan import make_plan
 from flow_grpo.cost.savings import report
-from flow_grpo.reporting.metric_files import read_rows
-from flow_grpo.run import starts
 from flow_grpo.settings.checks import check_world
 from flow_grpo.settings.loading import ConfigError, load_config
+from tools.common import fail, make_parser
+from tools.run_folder import read_run
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--config", metavar="FILE:RECIPE", help="its knobs may follow")
     parser.add_argument("--run", type=Path, metavar="FOLDER", help="of a run: its plan beside its metrics")
     parser.add_argument("--devices", type=int, default=8, help="ranks")
@@ -45,13 +45,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     known, overrides = parser.parse_known_args(words)
     try:
-        _check_options(known)
+        limit, rate = _limits(known)
         if known.run is not None:
             print(beside_run(known.run))
             return 0
         config = load_config(known.config, overrides)
         check_world(config, known.devices)
-        limit, rate = parse_memory(known.memory), known.tflops * 1e12
         config, said = choose_recomputation(config, known.devices, limit)
         if known.json:
             plan = make_plan(config, known.devices, rate)
@@ -62,46 +61,46 @@ def main(words: Sequence[str] | None = None) -> int:
             text, fits = report(config, known.devices, rate, limit)
             print(*([said] if said else []), text, sep="\n")
     except ValueError as error:
-        print("error:", error, file=sys.stderr)
-        return 2
+        return fail(error)
     return 0 if fits else 1
 
 
-def _check_options(known: argparse.Namespace) -> None:
+def _limits(known: argparse.Namespace) -> tuple[float, float]:
+    """Return a device's GiB and operations a second; ConfigError for options that are missing or out of bounds."""
     if (known.config is None) == (known.run is None):
         raise ConfigError("one of --config FILE:RECIPE and --run FOLDER is needed; see --help")
     if known.devices < 1:
         raise ConfigError(f"--devices: got {known.devices}, must be at least 1")
     if not 0 < known.tflops < math.inf:
         raise ConfigError(f"--tflops: got {known.tflops:g}, must be finite and above 0")
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|MiB)?", known.memory)
+    if match is None:
+        raise ConfigError(f"--memory: got {known.memory!r}, must be a number of GiB; for example --memory 64GiB")
+    return float(match[1]) / (1024 if match[2] == "MiB" else 1), known.tflops * 1e12
 
 
-def beside_run(run: Path) -> str:
-    """Return a table of what is planned for a run and what its median epoch measured.
-
-    Raises:
-        ValueError: the folder is no run's, a file of it is damaged, or no epoch has finished.
-    """
-    config, start = starts.configuration_of(run), starts.latest(run)
-    epochs = [row for row in read_rows(run / "metrics.jsonl").values() if "time/epoch_s" in row]
+def beside_run(folder: Path) -> str:
+    """Return a table of what is planned for a run and what its median epoch measured; ValueError for no such run."""
+    run = read_run(folder)
+    epochs, config, ranks = list(run.epochs.values()), run.config, run.start.ranks
     if not epochs:
-        raise ValueError(f"--run {run} has no finished epoch yet")
+        raise ValueError(f"--run {folder} has no finished epoch yet")
 
     def measured(name: str) -> float | None:
         found = [row[name] for row in epochs if math.isfinite(row.get(name, math.nan))]
         return statistics.median(found) if found else None
 
-    on_cpu = start["device"].startswith("device cpu")
+    on_cpu = run.start.device.startswith("device cpu")
     # As train_grpo.py decided it: ranks on a CPU share the machine's memory.
-    gib = epochs[-1].get("system/memory_total_gib", math.nan) / (start["ranks"] if on_cpu else 1)
-    config, said = (config, "") if math.isnan(gib) else choose_recomputation(config, start["ranks"], gib)
+    gib = epochs[-1].get("system/memory_total_gib", math.nan) / (ranks if on_cpu else 1)
+    config, said = (config, "") if math.isnan(gib) else choose_recomputation(config, ranks, gib)
     rate = measured("system/tflops_per_device")
-    plan = make_plan(config, start["ranks"], 1e12 * (rate or math.nan))
+    plan = make_plan(config, ranks, 1e12 * (rate or math.nan))
     at = (
         "no rate of the device is on record" if rate is None else f"seconds planned at the {rate:.3g} TFLOP/s sustained"
     )
     lines = [
-        f"{run}: {len(epochs)} epochs on {start['ranks']} rank(s), {start['device'].partition(';')[0]}; {at}",
+        f"{folder}: {len(epochs)} epochs on {ranks} rank(s), {run.start.device.partition(';')[0]}; {at}",
         *([said] if said else []),
         f"{'':34s} {'planned':>12s} {'measured':>12s}",
     ]
@@ -126,18 +125,6 @@ def beside_run(run: Path) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None or math.isnan(value) else f"{value:.4g}"
-
-
-def parse_memory(text: str) -> float:
-    """Return GiB of "64GiB", "64" or "65536MiB".
-
-    Raises:
-        ConfigError: another form.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|MiB)?", text)
-    if match is None:
-        raise ConfigError(f"--memory: got {text!r}, must be a number of GiB; for example --memory 64GiB")
-    return float(match[1]) / (1024 if match[2] == "MiB" else 1)
 
 
 if __name__ == "__main__":

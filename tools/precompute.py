@@ -10,6 +10,7 @@ entries are verified and kept, so the same command resumes, and adds new videos.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +22,7 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 
 import torch
 
-from flow_grpo.runtime.ranks.start_up import raise_on_all_ranks
-from flow_grpo.runtime.ranks.start_up import refuse
-from flow_grpo.runtime.ranks.start_up import set_up_rank
+from flow_grpo.runtime.ranks.start_up import raise_on_all_ranks, refuse, set_up_rank
 from flow_grpo.models.registry import video_model
 from flow_grpo.run.parts import eval_guidance, training_guidance
 from flow_grpo.data.splits import whole_splits
@@ -122,11 +121,8 @@ def prompt_tasks(config: Config, splits: Sequence[ConditionDataset], encodings: 
     guidances = training_guidance(config), eval_guidance(config)
     prompts += [guidance.negative_prompt for guidance in guidances if guidance.scale != 1.0]
     for prompt in dict.fromkeys(prompts):
-        yield Encoding(
-            f"prompt {prompt[:60]!r}",
-            lambda prompt=prompt: encodings.knows_prompt(prompt),  # type: ignore[misc]
-            lambda prompt=prompt: encodings.prompt(prompt),  # type: ignore[misc]
-        )
+        known, encode = (functools.partial(call, prompt) for call in (encodings.knows_prompt, encodings.prompt))
+        yield Encoding(f"prompt {prompt[:60]!r}", known, encode)
 
 
 def work(tasks: Sequence[Encoding], world: World) -> Tally:

@@ -12,7 +12,6 @@ of order one and depend on cameras, prompt and source video; the tokenizer works
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -39,6 +38,7 @@ from flow_grpo.models.networks.transformers import is_camera_weight, stays_fp32
 from flow_grpo.models.video_model import WAN_1_3B
 from flow_grpo.runtime.atomic_file import atomic_path
 from flow_grpo.runtime.device import DTYPES
+from tools.common import fail, make_parser
 
 RECORD = "random_model.json"
 SPECIAL = ("<pad>", "</s>", "<unk>")
@@ -53,31 +53,18 @@ CLIPS = WorldSpec(seed=13, scenes={}, height=32, width=32)  # for measuring the 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of the networks, the command line's options.
+    """Sizes of the networks, the command line's options."""
 
-    Attributes:
-        kind: `model.kind` of the recipe.
-        heads: attention heads of the transformer.
-        head_dim: their width; the model width is heads * head_dim.
-        layers: blocks of the transformer.
-        ffn: hidden width of its feed-forward layers.
-        text_dim: width of the prompt embeddings.
-        image_dim: width of the image features, if the kind takes any.
-        dtype: fp32 or bf16, of transformer and text encoder; codec and image encoder are fp32.
-        codec: a name in `CODECS`.
-        seed: seed of all weights.
-    """
-
-    kind: str = "recam"
-    heads: int = WAN_1_3B["num_attention_heads"]
-    head_dim: int = WAN_1_3B["attention_head_dim"]
+    kind: str = "recam"  # `model.kind` of the recipe
+    heads: int = WAN_1_3B["num_attention_heads"]  # of the transformer
+    head_dim: int = WAN_1_3B["attention_head_dim"]  # their width; the model width is heads * head_dim
     layers: int = WAN_1_3B["num_layers"]
-    ffn: int = WAN_1_3B["ffn_dim"]
-    text_dim: int = WAN_1_3B["text_dim"]
-    image_dim: int = 1280
-    dtype: str = "bf16"
-    codec: str = "wan"
-    seed: int = 0
+    ffn: int = WAN_1_3B["ffn_dim"]  # hidden width of the feed-forward layers
+    text_dim: int = WAN_1_3B["text_dim"]  # width of the prompt embeddings
+    image_dim: int = 1280  # width of the image features, if the kind takes any
+    dtype: str = "bf16"  # or fp32, of transformer and text encoder; codec and image encoder are fp32
+    codec: str = "wan"  # a name in `CODECS`
+    seed: int = 0  # of all weights
 
     def check(self) -> None:
         """Raise a ValueError with option, value and bound if no network has these sizes."""
@@ -95,7 +82,7 @@ class Sizes:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist, or be empty")
     choices = {"kind": sorted(VIDEO_MODELS), "dtype": sorted(DTYPES), "codec": sorted(CODECS)}
     for field in dataclasses.fields(Sizes):
@@ -109,8 +96,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"writing {out}", flush=True)
         record = write_model(out, sizes)
     except ValueError as error:
-        print("error:", error, file=sys.stderr)
-        return 2
+        return fail(error)
     parts = ", ".join(f"{name} {part['parameters']:,}" for name, part in record["parts"].items())
     size = sum(part["bytes"] for part in record["parts"].values())
     print(f"random weights in {out}: {parts} parameters, {size:,} bytes")
@@ -118,11 +104,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def write_model(out: Path, sizes: Sizes) -> dict[str, Any]:
-    """Write the components and their record under a temporary name, rename it to `out`, and return the record.
-
-    Raises:
-        ValueError: `out` is a file or a folder that is not empty.
-    """
+    """Write the components and their record under a temporary name, rename it to `out`, and return the record."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out: {out} already exists and is not an empty folder; choose another or delete it")
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

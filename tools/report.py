@@ -11,6 +11,7 @@ page of what there is. Exit code: 0, or 2 for a folder that is no run's or is da
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 import time
@@ -24,7 +25,7 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.settings.loading import load_config
 from tools.common import fail, make_parser
-from tools.run_folder import STARTS, read_run, read_start
+from tools.run_folder import STARTS, Start, read_as, read_run
 from tools.run_report import acceptance
 from tools.run_report.page import render
 
@@ -45,7 +46,8 @@ def main(words: Sequence[str] | None = None) -> int:
             return 0  # nothing was trained
         runs = [read_run(folder) for folder in asked.runs or [started_by(asked.config, overrides)]]
         if asked.acceptance:
-            print(acceptance.as_json(runs) if asked.json else acceptance.as_markdown(runs))
+            rows = [acceptance.record(run) for run in runs]
+            print(json.dumps(rows, indent=1, ensure_ascii=False) if asked.json else acceptance.as_markdown(rows))
             return 0
         out = asked.out or runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html")
         write_atomically(out, render(runs, asked.config or ""))
@@ -56,16 +58,12 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def started_by(spec: str, overrides: Sequence[str]) -> Path:
-    """Return the folder of the run that a command line `--config SPEC OVERRIDES` started last.
-
-    Raises:
-        ValueError: there is none, or the command line cannot work.
-    """
+    """Return the folder of the run that `--config SPEC OVERRIDES` started last; ValueError where there is none."""
     root = Path(load_config(spec, overrides).output_root)
     words = ["--config", spec, *overrides]
     found = []
     for file in root.glob(f"*/{STARTS}/[0-9]*.json"):
-        start = read_start(file)
+        start = read_as(Start, file)
         if shlex.split(start.command)[1:] == words:
             found.append((time.strptime(start.time, "%Y-%m-%d %H:%M:%S %z"), file))
     if not found:

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 from flow_grpo.rewards.base import REWARDS, build_reward
 from flow_grpo.runtime import device
 from flow_grpo.settings.own_code import is_own
+from tools.common import make_parser
 from tools.serving.adapters import ADAPTERS, AdapterSettings, refuse_downloads
 from tools.serving.scoring_service import LocalScorer, Scorer, ScoringService
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     add = parser.add_argument
     what = (
         f"what to host: FILE.py:NAME of your own, which is served as NAME, or one of {', '.join([*REWARDS, *ADAPTERS])}"
@@ -56,12 +57,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def build(args: argparse.Namespace) -> RewardServer:
-    """Return the server that a command line asks for.
-
-    Raises:
-        ValueError: anything missing, with what to do about it.
-        OSError: the address is not available.
-    """
+    """Return the server that a command line asks for; ValueError for anything missing, OSError for its address."""
     try:
         from tools.serving.http_server import RewardServer
     except ImportError as error:

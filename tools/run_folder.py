@@ -104,33 +104,19 @@ class IndexedVideo:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run as its folder tells it.
-
-    Attributes:
-        folder: path of it.
-        plain: configuration that it trained with last.
-        starts: records of its starts, in order.
-        rows: step -> metrics; a step is the number of finished epochs.
-        summary: None of a run that is still training or broke off.
-        videos: lines of videos/index.jsonl whose file is there.
-        without: sentences about videos that are missing or unreadable.
-    """
+    """A run as its folder tells it."""
 
     folder: Path
-    plain: dict[str, Any]
-    starts: list[Start]
-    rows: dict[int, Row]
-    summary: Summary | None
-    videos: list[IndexedVideo]
-    without: list[str]
+    plain: dict[str, Any]  # configuration that it trained with last
+    starts: list[Start]  # in order
+    rows: dict[int, Row]  # step -> metrics; a step is the number of finished epochs
+    summary: Summary | None  # None of a run that is still training or broke off
+    videos: list[IndexedVideo]  # lines of videos/index.jsonl whose file is there
+    without: list[str]  # sentences about videos that are missing or unreadable
 
     @functools.cached_property
     def config(self) -> Config:
-        """Configuration that the run trained with last, checked.
-
-        Raises:
-            ConfigError: a value is out of its knob's bounds.
-        """
+        """Configuration that the run trained with last; ConfigError for a value out of its knob's bounds."""
         from flow_grpo.settings.loading import from_dict  # loads torch, which takes seconds
 
         return from_dict(self.plain)
@@ -166,14 +152,10 @@ class Run:
 
 
 def read_run(folder: Path, *, live: bool = False) -> Run:
-    """Return a run.
-
-    Args:
-        folder: the run's.
-        live: take what is missing or damaged for not there yet, as while a run is watched.
+    """Read a run's folder; with `live`, as while it is watched, what is missing or damaged is not there yet.
 
     Raises:
-        ValueError: the folder is no run's, or a file of it is damaged; the message names the file. Never if `live`.
+        ValueError: the folder is no run's, or a file of it is damaged. Never if `live`.
     """
     files = sorted((folder / STARTS).glob("[0-9]*.json"))
     if not live and not (folder / METRICS).is_file():
@@ -184,16 +166,17 @@ def read_run(folder: Path, *, live: bool = False) -> Run:
     return Run(
         folder=folder,
         plain=_found(live, read_json_object, folder / CONFIG, WAY_OUT) or {},
-        starts=[start for file in files if (start := _found(live, read_start, file))],
+        starts=[start for file in files if (start := _found(live, read_as, Start, file))],
         rows=_found(live, _rows, folder / METRICS, changed(folder / METRICS)) or {},
-        summary=_found(live, _read_summary, summary) if summary.exists() else None,
+        summary=_found(live, read_as, Summary, summary) if summary.exists() else None,
         videos=videos,
         without=without,
     )
 
 
-def read_start(file: Path) -> Start:
-    return checked(Start, read_json_object(file, WAY_OUT), file)
+def read_as(kind: type, file: Path) -> Any:
+    """Return a JSON file's object as a dataclass; ValueError for a damaged one."""
+    return checked(kind, read_json_object(file, WAY_OUT), file)
 
 
 def changed(path: Path) -> float:
@@ -205,11 +188,7 @@ def changed(path: Path) -> float:
 
 
 def checked(kind: type, content: object, file: Path) -> Any:
-    """Return a file's content as a dataclass.
-
-    Raises:
-        ValueError: in one line, for content that does not have its form.
-    """
+    """Return a file's content as a dataclass; ValueError, in one line, for content of another form."""
     try:
         return adapter(kind).validate_python(content)
     except ValidationError as error:
@@ -225,10 +204,6 @@ def _found(live: bool, read: Callable[..., Any], *words: Any) -> Any:
         if live:
             return None
         raise
-
-
-def _read_summary(file: Path) -> Summary:
-    return checked(Summary, read_json_object(file, WAY_OUT), file)
 
 
 @functools.lru_cache(maxsize=1)  # a long run's file is large: it is read again only when it has changed

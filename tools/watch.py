@@ -49,15 +49,10 @@ COLOURS = {"running": "green", "starting": "green", "ended": "bold green", "quie
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """How a terminal can show a run.
+    """How a terminal can show a run."""
 
-    Attributes:
-        width: columns.
-        plain: ASCII only.
-    """
-
-    width: int
-    plain: bool
+    width: int  # columns
+    plain: bool  # ASCII only
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -42,6 +42,16 @@ def rate_beside_transformer(model: ModelConfig) -> float:
     return 1.0 if model.dtype == "fp32" else _BESIDE_BF16[model.vae_dtype]
 
 
+def flops_in_chunks(call: Callable[[int], object], frames: int, chunk: int) -> float:
+    """Return the operations of a call on so many frames: beyond the first one, every chunk of them costs the same."""
+    counts = []
+    for counted in (1, 1 + chunk):
+        with FlopCounterMode(display=False) as counter:
+            call(counted)
+        counts.append(counter.get_total_flops())
+    return float(counts[0] + (frames - 1) / chunk * (counts[1] - counts[0]))
+
+
 def settings_of(model: ModelConfig, *names: str) -> ModelConfig:
     """Return the settings that decide a count; all others have their defaults."""
     return ModelConfig(**{name: getattr(model, name) for name in names})
@@ -52,19 +62,12 @@ def _codec_cost(model: ModelConfig, size: tuple[int, int, int]) -> CodecCost:
     policy = FakePolicy(dataclasses.replace(Config(), model=model))
     frames, *pixels = size
     latents = channels, latent_frames, *latent_pixels = policy.latent_size(size)
-
-    def flops(call: Callable[[int], object], frames: int, chunk: int) -> float:
-        """Return the operations of so many frames: beyond the first one, every chunk of them costs the same."""
-        counts = []
-        for counted in (1, 1 + chunk):
-            with FlopCounterMode(display=False) as counter, policy.fake_mode:
-                call(counted)
-            counts.append(counter.get_total_flops())
-        return float(counts[0] + (frames - 1) / chunk * (counts[1] - counts[0]))
-
     # The first frame is encoded alone, then four at a time; latent frames are decoded one by one.
-    encoding = flops(lambda n: policy.codec.encode(torch.empty(3, n, *pixels)), frames, 4)
-    decoding = flops(lambda n: policy.decode(torch.empty(1, channels, n, *latent_pixels)), latent_frames, 1)
+    with policy.fake_mode:
+        encoding = flops_in_chunks(lambda n: policy.codec.encode(torch.empty(3, n, *pixels)), frames, 4)
+        decoding = flops_in_chunks(
+            lambda n: policy.decode(torch.empty(1, channels, n, *latent_pixels)), latent_frames, 1
+        )
     return CodecCost(latents, encoding, decoding)
 
 

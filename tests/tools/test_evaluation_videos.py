@@ -109,10 +109,8 @@ def test_an_adapter_changes_the_videos(world, tmp_path):
 
 
 def test_videos_are_sampled_with_the_evaluation_s_guidance(world, tmp_path, monkeypatch):
-    asked, load = {}, videos.load_policy
-    monkeypatch.setattr(
-        videos, "load_policy", lambda *given, **sampling: (asked.update(sampling), load(*given, **sampling))[1]
-    )
+    asked, policy = {}, videos.WanPolicy
+    monkeypatch.setattr(videos, "WanPolicy", lambda *given, **more: (asked.update(more), policy(*given, **more))[1])
     assert evaluate.main(words(world, tmp_path, eval__guidance_scale=3, eval__negative_prompt="dark")) == 0
     assert (asked["guidance_scale"], asked["negative_prompt"]) == (3.0, "dark")
 

@@ -9,6 +9,7 @@ import pytest
 
 from flow_grpo.settings.loading import load_config
 from tools import learning_study as study
+from tools.run_folder import read_run
 
 GOLD = list(study.GOLD)
 
@@ -23,10 +24,16 @@ def places(tmp_path, monkeypatch):
 
 def leave_run(folder, *, errors: list[float]) -> None:
     """Write what a finished run of two epochs leaves; `errors` are the gold metrics before, between and after."""
-    folder.mkdir(parents=True)
-    header = ["step", "time/epoch_s", "system/forward_equivalents", *GOLD]
-    rows = [["0", "", "", *[str(errors[0])] * 3], ["1", "30", "500", "", "", ""], ["2", "60", "1000", *["0.25"] * 3]]
-    (folder / "metrics.csv").write_text("\n".join(",".join(row) for row in [header, *rows]) + "\n")
+    (folder / "starts").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    start = {"time": "", "recipe": "", "ranks": 2, "device": "device cpu", "config": {}}
+    (folder / "starts" / "001.json").write_text(json.dumps(start))
+    rows = [
+        {"step": 0} | dict.fromkeys(GOLD, errors[0]),
+        {"step": 1, "time/epoch_s": 30.0, "system/forward_equivalents": 500.0},
+        {"step": 2, "time/epoch_s": 60.0, "system/forward_equivalents": 1000.0} | dict.fromkeys(GOLD, 0.25),
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     after = dict.fromkeys(GOLD, errors[-1]) | {f"{name}_ci95": [-0.9, -0.1] for name in GOLD}
     by_camera = {"pan_left": {name: [errors[-1] - errors[0], -0.3, 0.1] for name in GOLD}}
     summary = {"before": dict.fromkeys(GOLD, errors[0]), "after": after, "change_by_camera": by_camera}
@@ -75,7 +82,7 @@ def test_the_report_replaces_only_its_own_part_and_marks_what_is_certain(places,
     for seed, end in ((0, 0.8), (1, 0.6)):
         folder = places / str(seed)
         leave_run(folder, errors=[1.0, end])
-        record = {"variant": "today", "seed": seed} | study.outcome(folder)
+        record = {"variant": "today", "seed": seed} | study.outcome(read_run(folder))
         (study.RECORDS / f"today_{seed}.json").write_text(json.dumps(record))
     study.PAGE.write_text(f"above\n{study.BEGIN}\nold\n{study.END}\nbelow\n")
     assert study.main(["--report"]) == 0

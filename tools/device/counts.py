@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
+from flow_grpo.cost.codec_cost import flops_in_chunks
 from flow_grpo.cost.footprint import footprint
 from flow_grpo.cost.plan import Plan, make_plan
 from flow_grpo.models.recam import RECAM
@@ -39,13 +39,6 @@ def recipe(size: Size) -> Config:
     """Return the recipe for 8 devices with this size's rank and prompt."""
     knobs = {"model.lora_rank": size.lora_rank, "model.max_prompt_tokens": size.prompt_tokens}
     return load_config(RECIPE, [f"--config.{name}={value}" for name, value in knobs.items()])
-
-
-def kept_whole_gib(setting: Setting) -> float:
-    model = dataclasses.replace(recipe(setting.size).model, checkpointing="none")
-    shape, dtype = setting.video.latent_shape, DTYPES[model.dtype]
-    counted = footprint(RECAM, transformer_config(setting.size), shape, model, rows=setting.rows, dtype=dtype)
-    return (counted.kept_bytes + counted.block_bytes) / 2**30
 
 
 def count(setting: Setting) -> Records:
@@ -91,15 +84,11 @@ def planned(setting: Setting, video: VideoSize, *, checkpointing: str) -> Plan:
 
 
 def decoding_flops(size: Size, video: VideoSize) -> float:
-    """Return the operations of decoding one video untiled: all latent frames but the first cost the same."""
-    channels, frames, height, width = video.latent_shape
-    counts = []
-    for number in (1, 2):
-        with FakeTensorMode(), torch.no_grad(), FlopCounterMode(display=False) as counter:
-            codec = AutoencoderKLWan(base_dim=size.codec_width).eval()
-            codec.decode(torch.empty(1, channels, number, height, width))
-        counts.append(float(counter.get_total_flops()))
-    return counts[0] + (frames - 1) * (counts[1] - counts[0])
+    """Return the operations of decoding one video untiled."""
+    channels, frames, *pixels = video.latent_shape
+    with FakeTensorMode(), torch.no_grad():
+        codec = AutoencoderKLWan(base_dim=size.codec_width).eval()
+        return flops_in_chunks(lambda n: codec.decode(torch.empty(1, channels, n, *pixels)), frames, 1)
 
 
 def tiled_area(video: VideoSize) -> float:

@@ -34,12 +34,7 @@ _CHANNELS = 16
 
 @dataclasses.dataclass(frozen=True)
 class VideoSize:
-    """Size of a video.
-
-    Attributes:
-        frames: 4n+1.
-        height, width: pixels, multiples of 16.
-    """
+    """Size of a video: 4n+1 frames with sides that are multiples of 16 pixels."""
 
     frames: int
     height: int
@@ -50,11 +45,7 @@ class VideoSize:
 
     @classmethod
     def parse(cls, text: str) -> VideoSize:
-        """Return the size written as FRAMESxHEIGHTxWIDTH.
-
-        Raises:
-            ValueError: another form, or a size that the model does not take.
-        """
+        """Return the size written as FRAMESxHEIGHTxWIDTH; ValueError for one that the model does not take."""
         if not re.fullmatch(r"\d+x\d+x\d+", text):
             raise ValueError(f"--videos: got {text!r}, must be FRAMESxHEIGHTxWIDTH; for example --videos 81x480x832")
         video = cls(*map(int, text.split("x")))
@@ -75,27 +66,18 @@ class VideoSize:
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What is built; all that is not named here is as in Wan 2.1.
-
-    Attributes:
-        heads, head_width, blocks, ffn_width, text_width: of the transformer.
-        codec_width: channels of the codec at full resolution.
-        prompt_tokens: length of the prompt after padding.
-        lora_rank: rank of every adapter.
-        text_encoder_bytes: what the frozen text encoder holds on the device all the while.
-        matrices: side lengths tried for the matrix rate.
-    """
+    """What is built; all that is not named here is as in Wan 2.1."""
 
     heads: int
     head_width: int
     blocks: int
     ffn_width: int
     text_width: int
-    codec_width: int
-    prompt_tokens: int
-    lora_rank: int
-    text_encoder_bytes: int
-    matrices: tuple[int, ...]
+    codec_width: int  # channels of the codec at full resolution
+    prompt_tokens: int  # after padding
+    lora_rank: int  # of every adapter
+    text_encoder_bytes: int  # what the frozen text encoder holds on the device all the while
+    matrices: tuple[int, ...]  # side lengths tried for the matrix rate
 
 
 SIZES = {
@@ -129,21 +111,13 @@ SIZES = {
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How a part is run.
-
-    Attributes:
-        size: what is built.
-        device: where.
-        videos: one for all parts but the count of operations.
-        rows: B, videos in one call.
-        repeat: how often a call is timed, after one call to warm up.
-    """
+    """How a part is run."""
 
     size: Size
     device: torch.device
-    videos: tuple[VideoSize, ...]
-    rows: int
-    repeat: int
+    videos: tuple[VideoSize, ...]  # one for all parts but the count of operations
+    rows: int  # B, videos in one call
+    repeat: int  # how often a call is timed, after one call to warm up
 
     @property
     def video(self) -> VideoSize:

@@ -15,6 +15,7 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import Tensor
 
 from flow_grpo.algorithm.rollout.denoise import step_transition
+from flow_grpo.cost.footprint import footprint
 from flow_grpo.maths.loss import grpo_loss
 from flow_grpo.maths.sde import Transition, log_prob, sample
 from flow_grpo.models.adapters import apply_training_mode, trained_parameters
@@ -29,7 +30,7 @@ from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.device import DTYPES
 from flow_grpo.settings.sampling import sampling_of
 from flow_grpo.settings.schema import Config
-from tools.device.counts import count, kept_whole_gib, recipe, transformer_config
+from tools.device.counts import count, recipe, transformer_config
 from tools.device.kernels import Record, Records, Setting, Size
 from tools.device.timing import breakdown, measure
 
@@ -38,19 +39,12 @@ RATIO_SHARE = 0.1  # of the clip range, which log-ratios may reach before any up
 
 @dataclasses.dataclass(frozen=True)
 class TrainingNetworks:
-    """What a training process holds, with random weights.
+    """What a training process holds, with random weights."""
 
-    Attributes:
-        transformer: in its training mode.
-        codec: frozen, fp32.
-        text_encoder: as many bytes as it has; it computes nothing here.
-        dtype: what the transformer computes in.
-    """
-
-    transformer: ReCamTransformer3DModel
-    codec: AutoencoderKLWan
-    text_encoder: Tensor
-    dtype: torch.dtype
+    transformer: ReCamTransformer3DModel  # in its training mode
+    codec: AutoencoderKLWan  # frozen, fp32
+    text_encoder: Tensor  # as many bytes as it has; it computes nothing here
+    dtype: torch.dtype  # of the transformer's computation
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """Return the fp32 velocity (B, C, F, H, W) as `WanPolicy` computes it without guidance."""
@@ -61,32 +55,19 @@ class TrainingNetworks:
 
 @dataclasses.dataclass(frozen=True)
 class StochasticStep:
-    """One stochastic denoising step, ready to be taken.
-
-    Attributes:
-        config: the recipe.
-        networks: that take it.
-        latents: (B, C, F, H, W) fp32 before the step.
-        noise: the same shape, what the step draws.
-        transition: the call to time: the Gaussian that the step draws from.
-    """
+    """One stochastic denoising step, ready to be taken."""
 
     config: Config
     networks: TrainingNetworks
-    latents: Tensor
-    noise: Tensor
-    transition: Callable[[], Transition]
+    latents: Tensor  # (B, C, F, H, W) fp32 before the step
+    noise: Tensor  # the same shape, what the step draws
+    transition: Callable[[], Transition]  # the call to time: the Gaussian that the step draws from
 
 
 def build_transformer(config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> ReCamTransformer3DModel:
     """Return the network with random weights, made where they will stay: on a CPU they would take a minute.
 
     As after loading: frozen weights in `dtype`, what Wan keeps in fp32 in fp32.
-
-    Args:
-        config: such as `WAN_1_3B`.
-        dtype: dtype of the weights.
-        device: where they are made.
     """
     with torch.device("meta"):
         network: ReCamTransformer3DModel = ReCamTransformer3DModel(**config)
@@ -182,17 +163,32 @@ def update(setting: Setting) -> Records:
     Last the recipe's own checkpointing with compiled blocks.
     """
     step, video = build_step(setting), setting.video
-    transformer, optimizer_step = step.networks.transformer, Updating(step)
+    transformer, train, norm = step.networks.transformer, step.config.train, 0.0
+    trained = list(trained_parameters(transformer).values())
+    optimizer = torch.optim.AdamW(trained, lr=train.learning_rate, weight_decay=train.weight_decay, foreach=True)
+    advantages = torch.ones(len(step.latents), device=step.latents.device)
+
+    def optimizer_step() -> None:
+        nonlocal norm  # before clipping
+        new = log_prob(step.latents + 0.1 * step.noise, step.transition())
+        terms = grpo_loss(new[:, None], new[:, None].detach(), advantages, clip_range=train.clip_range)
+        terms.per_sample.mean().backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(trained, train.max_grad_norm))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
     def timed(name: str) -> Records:
         record = measure(optimizer_step, setting.device, setting.repeat)
-        yield f"{name}_{video}", record | {"finite": bool(0 < optimizer_step.norm < float("inf"))}
+        yield f"{name}_{video}", record | {"finite": bool(0 < norm < float("inf"))}
 
     yield from timed("update")
     yield f"update_kernels_{video}", breakdown(optimizer_step, setting.device)
     set_checkpointing(transformer, "keep_attention")
     yield from timed("update_keep_attention")
-    needed = kept_whole_gib(setting)
+    model = dataclasses.replace(step.config.model, checkpointing="none")
+    sizes = transformer_config(setting.size), video.latent_shape, model
+    whole = footprint(RECAM, *sizes, rows=setting.rows, dtype=DTYPES[model.dtype])
+    needed = (whole.kept_bytes + whole.block_bytes) / 2**30
     if needed < 0.8 * device_api.memory(setting.device).get("total", 0.0):
         set_checkpointing(transformer, "none")
         yield from timed("update_none")
@@ -202,37 +198,6 @@ def update(setting: Setting) -> Records:
         set_checkpointing(transformer, "blocks")
         transformer.compile_repeated_blocks()  # type: ignore[no-untyped-call]
         yield from timed("update_compiled")
-
-
-class Updating:
-    """A callable that takes one optimizer step on one micro-batch.
-
-    Attributes:
-        norm: gradient norm of the last call, before clipping.
-    """
-
-    def __init__(self, step: StochasticStep) -> None:
-        train, self._step = step.config.train, step
-        self._trained = list(trained_parameters(step.networks.transformer).values())
-        self._optimizer = torch.optim.AdamW(
-            self._trained, lr=train.learning_rate, weight_decay=train.weight_decay, foreach=True
-        )
-        self._advantages = torch.ones(len(step.latents), device=step.latents.device)
-        self.norm = 0.0
-
-    def __call__(self) -> None:
-        step, train = self._step, self._step.config.train
-        new = log_prob(step.latents + 0.1 * step.noise, step.transition())
-        terms = grpo_loss(
-            new[:, None],
-            new[:, None].detach(),
-            self._advantages,
-            clip_range=train.clip_range,
-        )
-        terms.per_sample.mean().backward()
-        self.norm = float(torch.nn.utils.clip_grad_norm_(self._trained, train.max_grad_norm))
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
 
 
 def decode(setting: Setting) -> Records:

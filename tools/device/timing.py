@@ -30,13 +30,8 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Return the seconds of every call in each turn.
 
-    All calls take part in a turn, because the speed of a shared machine drifts: compare them within a turn.
-
-    Args:
-        calls: by name.
-        device: where they run.
-        repeats: turns at most, after one to warm up, which is not returned.
-        slice_s: the last turn is the one that exceeds this, summed over the turns that count.
+    All calls take part in a turn, because the speed of a shared machine drifts: compare them within a turn. There are
+    at most `repeats` turns, after one to warm up; the last is the one that exceeds `slice_s` seconds in all.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(repeats + 1):

@@ -29,7 +29,7 @@ from flow_grpo.data.video_io import video_size
 from flow_grpo.maths.poses import PRESETS, check_poses, preset_path, relative, rotation_angle_deg
 from flow_grpo.run.starts import LEAST_ROWS
 from flow_grpo.runtime.json_files import read_json_object
-from tools.generation.records import AFTER, BEFORE, BESIDE, record_of, records_below
+from tools.generation.records import AFTER, BEFORE, BESIDE, RECORD, read_record, record_of
 
 FRAME_KEY = re.compile(r"frame\d+")
 TYPE_FOLDER = re.compile(r"cam_type(\d+)")  # of ReCamMaster's inference_recammaster.py
@@ -52,12 +52,7 @@ class EvaluationTask:
 
 
 def find_tasks(folder: Path, cameras: Path, focal_px: float | None) -> list[EvaluationTask]:
-    """Return the videos below a folder, sorted by name, each with its path.
-
-    Args:
-        folder: searched recursively.
-        cameras: camera file in one of the two formats above.
-        focal_px: focal length of videos whose entry has none.
+    """Return the videos below a folder, sorted by name, each with its path; `focal_px` is of those without their own.
 
     Raises:
         ValueError: no folder or no videos, an unreadable camera file, a video without cameras or whose frame count
@@ -86,7 +81,10 @@ def find_generated(folder: Path, focal_px: float | None) -> tuple[list[Evaluatio
             not known.
     """
     after, before = [], []
-    for file, record in records_below(folder):
+    for file in sorted(folder.rglob(f"*{RECORD}")):
+        record = read_record(file)
+        if record is None:
+            continue
         video = file.with_suffix(AFTER)
         name = video.relative_to(folder).as_posix()
         place = f"record {file}"
@@ -119,13 +117,7 @@ def find_generated(folder: Path, focal_px: float | None) -> tuple[list[Evaluatio
 
 
 def _from_extrinsics(file: Path, folder: Path, cameras: Path, frames: int, focal_px: float | None) -> EvaluationTask:
-    """Return the task of one video, whose commanded camera is read from a MultiCamVideo file of extrinsics.
-
-    The name of the video's folder (cam_type3) or of the video (cam03.mp4) says which of the file's cameras it is.
-
-    Raises:
-        ValueError: neither names a camera, too few frames, or an unusable file of cameras.
-    """
+    # The name of the video's folder (cam_type3) or of the video (cam03.mp4) says which of the file's cameras it is.
     name = file.relative_to(folder).as_posix()
     in_folder = TYPE_FOLDER.fullmatch(file.resolve().parent.name)
     if in_folder is None and file.stem not in (known := camera_names(cameras)):
@@ -144,7 +136,6 @@ def _from_extrinsics(file: Path, folder: Path, cameras: Path, frames: int, focal
 def _from_poses(
     file: Path, folder: Path, cameras: Path, content: dict[str, Any], focal_px: float | None
 ) -> EvaluationTask:
-    """Return the task of one video from its entry in a JSON camera file, under its relative path or its file name."""
     name = file.relative_to(folder).as_posix()
     key = name if name in content else file.name
     if key not in content:

@@ -105,12 +105,15 @@ def read_baseline(file: Path, settings: Mapping[str, Any], rows: Sequence[Row]) 
 
 
 def compare(rows: Sequence[Row], baseline: Sequence[Row], against: str) -> dict[str, Any]:
-    """Return the paired differences, rows minus baseline, with intervals over sources; negative is better.
-
-    `against` names the baseline in the tables.
-    """
+    """Return the paired differences, rows minus baseline, with intervals over sources; negative is better."""
     ours = {row["video"]: row for row in rows}
-    changes = [_difference(ours[row["video"]], row) for row in baseline]
+    changes = []
+    for theirs in baseline:
+        mine = ours[theirs["video"]]
+        missing = {name for name in METRICS if mine[name] is None or theirs[name] is None}
+        errors = {name: None if name in missing else mine[name] - theirs[name] for name in METRICS}
+        failed = float(theirs["registered"]) - float(mine["registered"])
+        changes.append({"source": mine["source"], "failed": failed, **errors})
     return {
         "against": against,
         "videos": len(changes),
@@ -119,12 +122,6 @@ def compare(rows: Sequence[Row], baseline: Sequence[Row], against: str) -> dict[
         "failure_rate": _interval(changes, lambda change: change["failed"]),
         "metrics": _metrics(changes),
     }
-
-
-def _difference(mine: Row, theirs: Row) -> dict[str, Any]:
-    missing = {name for name in METRICS if mine[name] is None or theirs[name] is None}
-    errors = {name: None if name in missing else mine[name] - theirs[name] for name in METRICS}
-    return {"source": mine["source"], "failed": float(theirs["registered"]) - float(mine["registered"]), **errors}
 
 
 def write_tables(folder: Path, settings: Mapping[str, Any], rows: Sequence[Row], summary: Mapping[str, Any]) -> None:
@@ -165,14 +162,12 @@ def as_markdown(settings: Mapping[str, Any], rows: Sequence[Row], summary: Mappi
     if "baseline" in summary:
         lines += ["", *baseline_lines(summary["baseline"])]
     head = ["video", "camera type", "registered", "frames found", *shown, "cause"]
-    lines += ["", *markdown_table(head, [_video_cells(row, shown) for row in rows])]
-    return "\n".join(lines) + "\n"
-
-
-def _video_cells(row: Row, shown: Sequence[str]) -> list[str]:
-    found = f"{row['frames_registered']} of {row['frames']}"
-    cells = [row["video"], row["camera_type"], "yes" if row["registered"] else "no", found]
-    return [*cells, *(_number(row[name]) for name in shown), row["cause"]]
+    table = []
+    for row in rows:
+        frames = f"{row['frames_registered']} of {row['frames']}"
+        cells = [row["video"], row["camera_type"], "yes" if row["registered"] else "no", frames]
+        table.append([*cells, *(_number(row[name]) for name in shown), row["cause"]])
+    return "\n".join([*lines, "", *markdown_table(head, table)]) + "\n"
 
 
 def baseline_lines(compared: Mapping[str, Any]) -> list[str]:

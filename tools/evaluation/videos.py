@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -16,9 +17,11 @@ from flow_grpo.judging.evaluate import held_out_indices
 from flow_grpo.maths.keys import key
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.encoders.codec import codec_settings
-from flow_grpo.models.wan_policy import WanPolicy
+from flow_grpo.models.files.adapter_files import load_adapter
+from flow_grpo.models.registry import video_model
+from flow_grpo.models.wan_policy import WanPolicy, load_networks
 from flow_grpo.records import Condition
-from flow_grpo.run import parts as parts
+from flow_grpo.run import parts
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.runtime.device import DTYPES
@@ -27,18 +30,18 @@ from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.loading import to_dict
 from flow_grpo.settings.schema import Config
 from tools.evaluation.inputs import OTHER_TYPE
-from tools.generate import generate, load_policy
+from tools.generate import generate
 
 VIDEOS, CAMERAS, RECORD = "videos", "cameras.json", "recipe.json"
 
 
 def make_videos(config: Config, adapter: Path | None, out: Path, focal_px: float | None = None) -> tuple[Path, Path]:
-    """Generate a recipe's held-out conditions with the run's own evaluation settings, noise included.
+    """Generate a recipe's held-out conditions with the run's evaluation settings, noise included.
 
     Videos of an earlier, interrupted call are kept.
 
     Args:
-        config: the recipe; `eval` holds the number of conditions and steps.
+        config: the recipe.
         adapter: adapter folder of a run; None for the base model.
         out: folder of the evaluation.
         focal_px: for scenes whose folder name has no focal length.
@@ -111,10 +114,19 @@ def _entry(condition: Condition, focal_px: float | None) -> dict[str, Any]:
 
 
 def _policy(config: Config, adapter: Path | None) -> WanPolicy:
-    model, guidance = config.model, parts.eval_guidance(config)
+    model, guidance, dtype = config.model, parts.eval_guidance(config), DTYPES[config.model.dtype]
     device = device_api.resolve(config.device)
     device_api.setup(device, config.deterministic, config.num_threads)
-    loading = {"offload": model.offload} | codec_settings(model)
-    sampling: dict[str, Any] = {"guidance_scale": guidance.scale, "negative_prompt": guidance.negative_prompt}
-    sampling |= {"max_prompt_tokens": model.max_prompt_tokens, "round_timestep": model.round_timestep}
-    return load_policy(model.kind, model.path, adapter, DTYPES[model.dtype], device, loading, **sampling)
+    kind, settings = video_model(model.kind), codec_settings(model)
+    networks = load_networks(kind, model.path, dtype, device, offload=model.offload, **settings)
+    if adapter is not None:
+        networks = dataclasses.replace(networks, transformer=load_adapter(networks.transformer, adapter, dtype))
+    return WanPolicy(
+        networks,
+        guidance_scale=guidance.scale,
+        negative_prompt=guidance.negative_prompt,
+        max_prompt_tokens=model.max_prompt_tokens,
+        round_timestep=model.round_timestep,
+        dtype=dtype,
+        device=device,
+    )

@@ -26,11 +26,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(words: Sequence[str] | None, doc: str | None) -> argparse.Namespace:
-    """Return the options; with --run, those that are not given are the run's.
-
-    Raises:
-        ValueError: bad options, or no folder of a run.
-    """
+    """Return the options; with --run, those that are not given are the run's. ValueError for unusable ones."""
     parser = _parser(doc)
     args = parser.parse_args(words)
     if args.run is not None:
@@ -59,11 +55,7 @@ def _check_subject(args: argparse.Namespace) -> None:
 
 
 def of_run(folder: Path) -> dict[str, Any]:
-    """Return option -> what the evaluations of a run used, and the run's adapter.
-
-    Raises:
-        ValueError: the folder is no run's, or the run trained another kind of policy.
-    """
+    """Return option -> what the evaluations of a run used, and the run's adapter."""
     config = starts.configuration_of(folder)
     guidance = eval_guidance(config)
     frames, height, width = largest_size(config)

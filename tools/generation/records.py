@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,6 @@ def record_of(video: Path) -> dict[str, Any] | None:
             if record is not None:
                 return record
     return None
-
-
-def records_below(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    for file in sorted(folder.rglob(f"*{RECORD}")):
-        record = read_record(file)
-        if record is not None:
-            yield file, record
 
 
 def read_record(file: Path) -> dict[str, Any] | None:

@@ -33,21 +33,14 @@ NAMES = {"TransErr": PRINTED[0], "RotErr": PRINTED[1], "Dyn-MEt3R": "dyn_met3r",
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A row of a published table.
+    """A row of a published table."""
 
-    Attributes:
-        model: as the table names it.
-        figures: TransErr (share of the path), RotErr (degrees), Dyn-MEt3R (higher is better), MEt3R (lower is better).
-        source: paper and table.
-        date: when it was published.
-        protocol: how it was measured.
-    """
-
-    model: str
+    model: str  # as the table names it
+    # TransErr (share of the path), RotErr (degrees), Dyn-MEt3R (higher is better), MEt3R (lower is better)
     figures: Mapping[str, float]
-    source: str
-    date: str
-    protocol: Mapping[str, Any]
+    source: str  # paper and table
+    date: str  # of publication
+    protocol: Mapping[str, Any]  # how it was measured
 
 
 def _claim(model: str, *figures: float) -> Claim:
@@ -68,7 +61,3 @@ def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """Return in one line where our protocol differs from a published one, "" if nowhere."""
     found = [f"{name} {ours.get(name)!r}, not {value!r}" for name, value in theirs.items() if ours.get(name) != value]
     return "; ".join(found)
-
-
-def claims_about(benchmark: str) -> list[Claim]:
-    return [claim for claim in CLAIMS if claim.protocol["set"] == benchmark]

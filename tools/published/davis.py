@@ -30,7 +30,7 @@ def prepare_davis(
         out: folder of the benchmark.
         size: (height, width) of the generated videos.
         names: text file of videos, one a line.
-        captions: JSON of video -> what it shows; None for none.
+        captions: JSON of video -> what it shows, or None.
         at_most: frames of a video; None for all.
 
     Raises:
@@ -42,7 +42,7 @@ def prepare_davis(
     prompts = {video: _caption(texts, captions, video) for video in videos}
     items = []
     for video, files in frames.items():
-        count = used_frames(len(files), at_most)
+        count = (min(len(files), at_most or len(files)) - 1) // 4 * 4 + 1  # 4n+1
         write_source(out, video, read_frames(files[:count]))
         for preset in PRESETS:
             path = f"{CAMERAS}/{count}/{preset}.json"
@@ -60,11 +60,6 @@ def read_list(file: Path) -> list[str]:
     if not names or any(Path(name).name != name for name in names):
         raise ValueError(f"--list {file} must hold names of videos such as bear, one a line")
     return names
-
-
-def used_frames(frames: int, at_most: int | None) -> int:
-    """Return the largest 4n+1 that is neither above `frames` nor above `at_most`."""
-    return (min(frames, at_most or frames) - 1) // 4 * 4 + 1
 
 
 def list_frames(root: Path, video: str) -> list[Path]:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -30,41 +30,24 @@ set -e
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One video to generate and to judge.
+    """One video to generate and to judge."""
 
-    Attributes:
-        name: its file is videos/NAME.mp4.
-        source: name of the source; its file is sources/SOURCE.mp4.
-        camera: name of the path, which groups the tables.
-        path: file of poses, relative to the folder: cameras/.../CAMERA.json.
-        frames: how many.
-        prompt: what the source shows; None for the default of tools/generate.py.
-        focal_px: focal length of the generated video in pixels, None when not known.
-    """
-
-    name: str
-    source: str
-    camera: str
-    path: str
+    name: str  # its file is videos/NAME.mp4
+    source: str  # its file is sources/SOURCE.mp4
+    camera: str  # name of the path, which groups the tables
+    path: str  # file of poses, relative to the folder: cameras/.../CAMERA.json
     frames: int
-    prompt: str | None = None
-    focal_px: float | None = None
+    prompt: str | None = None  # what the source shows; None for the default of tools/generate.py
+    focal_px: float | None = None  # of the generated video, None when not known
 
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkPlan:
-    """What a folder of a benchmark holds.
+    """What a folder of a benchmark holds."""
 
-    Attributes:
-        benchmark: "davis" or "redirect4d".
-        size: (height, width) of the generated videos in pixels.
-        about: further facts of the benchmark that decide what its figures may be compared with.
-        items: its videos.
-    """
-
-    benchmark: str
-    size: tuple[int, int]
-    about: dict[str, Any]
+    benchmark: str  # "davis" or "redirect4d"
+    size: tuple[int, int]  # (height, width) of the generated videos in pixels
+    about: dict[str, Any]  # further facts that decide what its figures may be compared with
     items: tuple[Item, ...]
 
 
@@ -90,30 +73,22 @@ def write_path(out: Path, path: str, poses: Tensor) -> None:
 
 
 def write_plan(out: Path, plan: BenchmarkPlan) -> None:
-    lines = [_line(out.resolve(), plan, number, items) for number, items in _calls(plan)]
-    write_atomically(out / SCRIPT, HEAD + "\n".join(lines) + "\n")
-    write_atomically(out / PLAN, json.dumps(dataclasses.asdict(plan), indent=1, ensure_ascii=False) + "\n")
-
-
-def _calls(plan: BenchmarkPlan) -> Iterator[tuple[int, list[Item]]]:
-    """Yield what one call of tools/generate.py makes: neighbours that differ in their path only; with a number."""
-    number = 0
+    lines, number, place = [], 0, out.resolve()
+    # One call of tools/generate.py makes neighbours that differ in their path only.
     for _, group in groupby(plan.items, lambda item: (item.source, item.prompt, item.frames, item.focal_px)):
         items = list(group)
-        yield number, items
+        first = items[0]
+        words = [GENERATE, "--source", place / SOURCES / f"{first.source}.mp4"]
+        words += ["--camera", *(place / item.path for item in items)]
+        words += ["--frames", first.frames, "--height", plan.size[0], "--width", plan.size[1]]
+        words += ["--first-number", number, "--out", place / VIDEOS, "--overwrite"]
+        words += [f"--prompt={first.prompt}"] if first.prompt is not None else []
+        words += ["--focal-px", first.focal_px] if first.focal_px is not None else []
+        last = place / VIDEOS / f"{items[-1].name}{BESIDE}"  # the file that is written last
+        lines.append(f'[ -e {shlex.quote(str(last))} ] || "${{PYTHON:-python}}" {shlex.join(map(str, words))} "$@"')
         number += len(items)
-
-
-def _line(out: Path, plan: BenchmarkPlan, number: int, items: Sequence[Item]) -> str:
-    first = items[0]
-    words = [GENERATE, "--source", out / SOURCES / f"{first.source}.mp4"]
-    words += ["--camera", *(out / item.path for item in items)]
-    words += ["--frames", first.frames, "--height", plan.size[0], "--width", plan.size[1]]
-    words += ["--first-number", number, "--out", out / VIDEOS, "--overwrite"]
-    words += [f"--prompt={first.prompt}"] if first.prompt is not None else []
-    words += ["--focal-px", first.focal_px] if first.focal_px is not None else []
-    last = out / VIDEOS / f"{items[-1].name}{BESIDE}"  # the file that is written last
-    return f'[ -e {shlex.quote(str(last))} ] || "${{PYTHON:-python}}" {shlex.join(map(str, words))} "$@"'
+    write_atomically(out / SCRIPT, HEAD + "\n".join(lines) + "\n")
+    write_atomically(out / PLAN, json.dumps(dataclasses.asdict(plan), indent=1, ensure_ascii=False) + "\n")
 
 
 def read_plan(out: Path) -> BenchmarkPlan:

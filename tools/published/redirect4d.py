@@ -7,7 +7,6 @@ of videos has one underscore, as tools/generate.py names them.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,13 @@ from torch import Tensor
 
 from flow_grpo.data.trajectories import SURE_TURN_DEG, resample
 from flow_grpo.data.video_io import read_video
-from flow_grpo.maths.benchmarks import from_world_to_camera, quaternion_matrix, redirect4d_errors
+from flow_grpo.maths.benchmarks import from_world_to_camera, quaternion_matrix
 from flow_grpo.maths.poses import check_poses, pose, rotation_angle_deg
-from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.runtime.json_files import read_json_object, read_text
 from tools.published.plan import CAMERAS, BenchmarkPlan, Item, check_names, item_name, write_path, write_source
 
 FRAMES = 45  # of every case; 4 * 11 + 1
 SEPARATOR = "__"
-PUBLIC_NAMES, CASE_NAMES, POSE_PART = "VIDEOS", "cases", "pose"
 DAMAGED = "fetch the benchmark again"
 
 
@@ -38,7 +35,7 @@ def prepare_redirect4d(root: Path, sources: Path, out: Path, size: tuple[int, in
         sources: folder of the source videos, TRACK/video.mp4 or tracks/TRACK/video.mp4.
         out: folder of the benchmark.
         size: (height, width) of the generated videos.
-        frames: number of frames of a video; the benchmark's own is 45.
+        frames: of a video.
 
     Raises:
         ValueError: a missing or damaged list, trajectory, prompt or source.
@@ -69,16 +66,11 @@ def read_cases(file: Path) -> Iterator[tuple[str, str]]:
             row = json.loads(line) if line.strip() else None
             if row is not None:
                 track, trajectory = row["case"].split(SEPARATOR, 1)
-                _check_name(track)
-                _check_name(trajectory)
+                if not all(name and Path(name).name == name for name in (track, trajectory)):
+                    raise ValueError  # they become parts of paths
                 yield track, trajectory
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f'{file}, line {number} names no case: needs "case": "TRACK__TRAJECTORY"') from error
-
-
-def _check_name(name: str) -> None:
-    if not name or Path(name).name != name:  # it becomes a part of paths
-        raise ValueError(name)
 
 
 def target_path(content: dict[str, Any], frames: int, file: Path) -> Tensor:
@@ -141,17 +133,3 @@ def _source(sources: Path, track: str) -> Path:
 
 def case_name(item: Item) -> str:
     return f"{item.source}{SEPARATOR}{item.camera}"
-
-
-def copy_for_scorer(out: Path, item: Item, video: Path) -> None:
-    """Copy a video to the names by which the benchmark's scorer and its pose script look for it."""
-    for folder, name in ((PUBLIC_NAMES, item.name), (CASE_NAMES, case_name(item))):
-        target = out / folder / f"{name}.mp4"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(video, target)
-
-
-def write_pose_part(out: Path, item: Item, commanded: Tensor, estimated: Tensor) -> None:
-    """Write pose/CASE/summary.json: the benchmark's pose errors under its keys."""
-    errors = redirect4d_errors(commanded, estimated) | {"track": item.source, "trajectory": item.camera}
-    write_atomically(out / POSE_PART / case_name(item) / "summary.json", json.dumps(errors, indent=2))

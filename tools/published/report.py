@@ -11,7 +11,7 @@ from flow_grpo.maths.path_errors import CONVENTIONS, LEAST_BASELINE_M
 from tools.common import markdown_table
 from tools.evaluation.inputs import EvaluationTask
 from tools.evaluation.tables import baseline_lines
-from tools.published.claims import NAMES, claims_about, difference
+from tools.published import claims
 from tools.published.plan import BenchmarkPlan
 from tools.published.results import MET3R, mean_of
 
@@ -26,16 +26,7 @@ def report(
     summary: Mapping[str, Any],
     vbench: Mapping[str, float],
 ) -> str:
-    """Return the text of benchmark.md.
-
-    Args:
-        plan: plan of the benchmark.
-        tasks: the videos that were judged.
-        settings: the estimator.
-        rows: one a task.
-        summary: summary of the rows, by `summarise`.
-        vbench: dimension -> score.
-    """
+    """Return the text of benchmark.md; `rows` are one a task, `vbench` holds the score of each dimension."""
     failed = len(rows) - summary["registered"]
     lines = [f"# {plan.benchmark}, poses by {settings['estimator']}", ""]
     lines += [
@@ -89,25 +80,25 @@ def protocol(
 
 def _beside_published(ours: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
     """Return a table of our means and published ones, or the line that says why there is none."""
-    claims = claims_about(ours["set"])
-    if not claims:
+    known = [claim for claim in claims.CLAIMS if claim.protocol["set"] == ours["set"]]
+    if not known:
         return [f"No published figures of {ours['set']} are in tools/published/claims.py."]
     shown, refused = [], []
-    for claim in claims:
-        differs = difference(ours, claim.protocol)
+    for claim in known:
+        differs = claims.difference(ours, claim.protocol)
         if differs:
             refused.append(f"Figures of {claim.source} are not shown, the protocol differs: {differs}.")
         else:
-            figures = [f"{claim.figures[word]:.4g}" for word in NAMES]
+            figures = [f"{claim.figures[word]:.4g}" for word in claims.NAMES]
             shown.append([claim.model, *figures, f"{claim.source}, {claim.date}"])
     if not shown:
         return list(dict.fromkeys(refused))
-    means = [mean_of(rows, column) for column in NAMES.values()]
+    means = [mean_of(rows, column) for column in claims.NAMES.values()]
     own = [f"{mean:.4g}" if mean is not None and count == len(rows) else "–" for mean, count in means]
     return [
         "Published figures are their papers' claims. Errors are as ReDirector's code prints them: rounded to two "
         "decimals per video, TransErr 0 where the command stays in place. ViPE's files hide its version: use theirs.",
         "",
-        *markdown_table(["model", *NAMES, "source"], [["these videos", *own, "measured here"], *shown]),
+        *markdown_table(["model", *claims.NAMES, "source"], [["these videos", *own, "measured here"], *shown]),
         *dict.fromkeys(refused),
     ]

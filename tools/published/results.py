@@ -16,7 +16,6 @@ from flow_grpo.runtime.json_files import read_json_object, read_text
 
 AGAIN = "run it again"
 MET3R = {"dyn_met3r": "Dyn-MEt3R", "met3r": "MEt3R"}  # column -> word of the file
-RESULTS = "results.txt"
 VBENCH = "*_eval_results.json"
 
 
@@ -61,34 +60,24 @@ def vipe_poses(files: Mapping[str, Sequence[Path]], names: Sequence[str], frames
 
 
 def met3r_values(folder: Path, name: str) -> dict[str, float | None]:
-    """Return a video's MEt3R figures from FOLDER/NAME/results.txt, None for what is not there or failed.
-
-    Raises:
-        ValueError: a figure that is neither a number nor None.
-    """
-    file = folder / name / RESULTS
+    """Return a video's MEt3R figures from FOLDER/NAME/results.txt, None for what is not there or failed."""
+    file = folder / name / "results.txt"
     if not file.is_file():
         return dict.fromkeys(MET3R)
     pairs = (line.split(":", 1) for line in read_text(file, AGAIN).splitlines() if ":" in line)
     lines = {word.strip(): value.strip() for word, value in pairs}
-    return {column: _number(lines.get(word, "None"), file, word) for column, word in MET3R.items()}
-
-
-def _number(text: str, file: Path, word: str) -> float | None:
-    try:
-        return None if text == "None" else float(text)
-    except ValueError:
-        raise ValueError(f"{file}: {word} is {text!r}, must be a number or None; {AGAIN}") from None
+    found: dict[str, float | None] = {}
+    for column, word in MET3R.items():
+        text = lines.get(word, "None")
+        try:
+            found[column] = None if text == "None" else float(text)
+        except ValueError:
+            raise ValueError(f"{file}: {word} is {text!r}, must be a number or None; {AGAIN}") from None
+    return found
 
 
 def vbench_scores(folder: Path, names: Sequence[str]) -> dict[str, float]:
-    """Return VBench's score of each dimension in a folder's result files, which must be about exactly these videos.
-
-    VBench's own overall score is taken, as some dimensions scale it differently from the scores of videos.
-
-    Raises:
-        ValueError: no or damaged files, a dimension twice, or other videos than `names`.
-    """
+    """Return VBench's score of each dimension in a folder's result files, which must be about exactly these videos."""
     files = sorted(folder.rglob(VBENCH))
     if not files:
         raise ValueError(f"--vbench {folder} has no file {VBENCH}; give VBench's output folder")
@@ -103,7 +92,7 @@ def vbench_scores(folder: Path, names: Sequence[str]) -> dict[str, float]:
 
 def _vbench_score(entry: Any, names: Sequence[str], place: str) -> float:
     try:
-        overall, videos = entry
+        overall, videos = entry  # some dimensions scale it differently from the scores of videos
         stems = sorted(Path(video["video_path"]).stem for video in videos)
         score = float(overall)
     except (TypeError, ValueError, KeyError) as error:

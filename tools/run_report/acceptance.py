@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from statistics import fmean
@@ -20,6 +19,11 @@ ENDS = 10  # epochs at the beginning and at the end over which a reward is avera
 def record(run: Run) -> dict[str, Any]:
     """Return the row as plain data; None where a value is not known."""
     changes = {change.name: change for change in held_out(run)}
+
+    def ends(name: str) -> list[float | None]:
+        values = run.values(name)
+        return [fmean(part) if part else None for part in (values[:ENDS], values[-ENDS:])]
+
     return {
         "run": run.name,
         "device": device(run),
@@ -29,7 +33,7 @@ def record(run: Run) -> dict[str, Any]:
         "epochs": run.finished,
         "optimizer_steps": round(sum(run.values("train/updates"))),
         "epoch_seconds": _known(seconds_of(run)),
-        "rewards": {name: _ends(run, name) for name in rewards(run)},
+        "rewards": {name: ends(f"reward/{name}_mean") for name in rewards(run)},
         "held_out": {
             name: {
                 "before": _known(changes[name].before),
@@ -48,14 +52,10 @@ def record(run: Run) -> dict[str, Any]:
     }
 
 
-def as_json(runs: Sequence[Run]) -> str:
-    return json.dumps([record(run) for run in runs], indent=1, ensure_ascii=False)
-
-
-def as_markdown(runs: Sequence[Run]) -> str:
+def as_markdown(rows: Sequence[dict[str, Any]]) -> str:
     head = ["run", "device", "recipe", "steps", f"reward, first and last {ENDS} epochs", "held out: before → after"]
     head += ["verdict", "samples/s", "MFU", "peak memory", "versions"]
-    return "\n".join(markdown_table(head, [_cells(record(run)) for run in runs]))
+    return "\n".join(markdown_table(head, [_cells(row) for row in rows]))
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -64,7 +64,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
     for name, found in row["held_out"].items():
         interval = f" [{span(*found['change_ci95'])}]" if found["change_ci95"] else ""
         measured.append(f"{name.removeprefix('eval/')} {' → '.join(pair(found['before'], found['after']))}{interval}")
-    mfu = math.nan if row["mfu"] is None else row["mfu"]
     return [
         row["run"],
         f"{row['device']} x {row['ranks']}",
@@ -74,15 +73,10 @@ def _cells(row: dict[str, Any]) -> list[str]:
         "; ".join(measured) or "–",
         row["verdict"],
         number(row["samples_per_s"]),
-        percent(mfu),
+        percent(math.nan if row["mfu"] is None else row["mfu"]),
         f"{number(row['memory_peak_gib'])} GiB",
         ", ".join(f"{name} {version}" for name, version in row["versions"].items()),
     ]
-
-
-def _ends(run: Run, reward: str) -> list[float | None]:
-    values = run.values(f"reward/{reward}_mean")
-    return [fmean(part) if part else None for part in (values[:ENDS], values[-ENDS:])]
 
 
 def _known(value: float) -> float | None:

@@ -6,28 +6,19 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from flow_grpo.settings.differences import differences
 from tools.run_folder import Run
-from tools.run_report.configuration import changes, settings
 from tools.run_report.held_out import Change, held_out
-from tools.run_report.words import NOTHING, number
-
-FIRST_KNOBS = 12  # of those that differ; the others stand behind a fold
+from tools.run_report.words import number
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A table of several runs.
+    """A table of several runs."""
 
-    Attributes:
-        runs: names of the columns.
-        rows: (metric, unit, one (value after training, change) per run, None where a run does not measure it).
-        without: sentences about runs that cannot be compared, and why.
-    """
-
-    runs: list[str]
+    runs: list[str]  # names of the columns
+    # (metric, unit, one (value after training, change) per run, None where a run does not measure it)
     rows: list[tuple[str, str, list[tuple[str, Change] | None]]]
-    without: list[str]
+    without: list[str]  # sentences about runs that cannot be compared, and why
 
 
 def compare(runs: Sequence[Run]) -> Comparison:
@@ -51,12 +42,6 @@ def compare(runs: Sequence[Run]) -> Comparison:
         cells = [(number(change.after, differ=differ), change) if change else None for change in found]
         rows.append((name, unit, cells))
     return Comparison([run.name for run in same], rows, without)
-
-
-def different_knobs(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Return (knob, its value in each run) of those in which the runs differ; names and places of the runs are none."""
-    found = differences(*(settings(run) | changes(run) for run in runs))
-    return [(name, [value or NOTHING for value in values]) for name, values in found.items()]
 
 
 def _why_not(first: Run, run: Run) -> str:

@@ -19,23 +19,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclasses.dataclass(frozen=True)
 class ChangedKnob:
-    """A knob, or an entry of one that is a table, whose value is not the default or not the recipe's.
+    """A knob, or an entry of one that is a table, whose value is not the default or not the recipe's."""
 
-    Attributes:
-        name: dotted path.
-        meaning: sentence of the schema.
-        default: value as JSON, like the following.
-        recipe: value in the recipe.
-        value: values that the run had one after another.
-        own: whether the run departs from its recipe.
-    """
-
-    name: str
-    meaning: str
-    default: str
+    name: str  # dotted path
+    meaning: str  # sentence of the schema
+    default: str  # value as JSON, like the following
     recipe: str
-    value: str
-    own: bool
+    value: str  # the values that the run had one after another
+    own: bool  # whether the run departs from its recipe
 
 
 def settings(run: Run) -> dict[str, str]:
@@ -69,9 +60,7 @@ def changes(run: Run) -> dict[str, str]:
 def knobs(run: Run, asked: str = "") -> tuple[list[ChangedKnob], str]:
     """Return the knobs that are particular, and a sentence when the recipe cannot be compared with.
 
-    Args:
-        run: the run.
-        asked: "FILE:RECIPE" that the user named; a recipe is code, and of others only those of config/ are run.
+    A recipe is code: only those of config/ are run, and `asked`, the "FILE:RECIPE" that the user named.
     """
     values, changed = settings(run), changes(run)
     recipe, why_not = _recipe(run.start.recipe, asked)

@@ -20,31 +20,19 @@ NO_VERDICT = "no verdict"
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One held-out metric before and after training; NaN for numbers that are not known.
+    """One held-out metric before and after training; NaN for numbers that are not known."""
 
-    Attributes:
-        name: `eval/` name, or a kind of camera.
-        before: value before the training of the run, and of that which it began from, if any.
-        after: value at the last evaluation, NaN where there was only that before training.
-        change: mean over the conditions with a value both times.
-        low: lower end of the 95 % interval of the change.
-        high: upper end.
-        floor: what the gold estimator finds on perfect videos.
-        word: "better", "worse", "unclear", or "" where the better direction is not known.
-        group: heading under which it belongs.
-    """
-
-    name: str
+    name: str  # `eval/` name, or a kind of camera
     meaning: str
     unit: str
-    before: float
-    after: float
-    change: float
-    low: float
+    before: float  # before the training of the run, and of that which it began from, if any
+    after: float  # at the last evaluation, NaN where there was only that before training
+    change: float  # mean over the conditions with a value both times
+    low: float  # end of the 95 % interval of the change
     high: float
-    floor: float
-    word: str
-    group: str
+    floor: float  # what the reference estimator finds on perfect videos
+    word: str  # "better", "worse", "unclear", or "" where the better direction is not known
+    group: str  # heading under which it belongs
 
     @property
     def ends(self) -> tuple[str, str]:
@@ -57,7 +45,6 @@ class Change:
 
     @property
     def percent(self) -> float:
-        """The change in percent of the value before; NaN where that is 0."""
         return 100 * self.change / abs(self.before) if self.before else math.nan
 
 
@@ -89,11 +76,8 @@ def _steps(run: Run) -> list[int]:
 
 
 def _began_elsewhere(run: Run) -> bool:
-    """Whether "before training" was measured by the run whose checkpoint this one began from.
-
-    A run that measures it by itself does so at its first start.
-    """
-    return min(_steps(run), default=0) > run.starts[0].epoch
+    """Whether "before training" was measured by the run whose checkpoint this one began from."""
+    return min(_steps(run), default=0) > run.starts[0].epoch  # a run that measures it does so at its first start
 
 
 def held_out(run: Run) -> list[Change]:
@@ -108,16 +92,13 @@ def held_out(run: Run) -> list[Change]:
 
 
 def camera_changes(run: Run, name: str) -> list[Change]:
-    """Return the changes of a held-out metric, one for each kind of camera whose values before and after are known.
-
-    Of a run that began from another's checkpoint, the mean change tells what was before that one's training.
-    """
+    """Return the changes of a held-out metric, one for each kind of camera whose values before and after are known."""
     short, found = name.removeprefix("eval/"), []
     changes = run.summary.change_by_camera if run.summary else {}
     for camera in sorted({key.split("/")[1] for key in run.names if key.startswith("eval_by_camera/")}):
         values = run.values(f"eval_by_camera/{camera}/{short}")
         change, low, high = (changes.get(camera, {}).get(name, []) + [math.nan] * 3)[:3]
-        if _began_elsewhere(run):
+        if _began_elsewhere(run):  # the mean change tells what was before that one's training
             values = [value - change for value in values[-1:] if math.isfinite(change)] + values[-1:]
         if len(values) > 1:
             before, after = values[0], values[-1]

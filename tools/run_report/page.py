@@ -16,11 +16,12 @@ from markupsafe import Markup, escape
 
 from flow_grpo.reporting.drawing.plots import BETTER
 from flow_grpo.reporting.drawing.style import BLUE, CYCLE, GREY, ORANGE
+from flow_grpo.settings.differences import differences
 from tools.run_folder import Run
 from tools.run_report import words
 from tools.run_report.clips import MOST_BYTES, choose
-from tools.run_report.comparison import FIRST_KNOBS, compare, different_knobs
-from tools.run_report.configuration import changes, knobs
+from tools.run_report.comparison import compare
+from tools.run_report.configuration import changes, knobs, settings
 from tools.run_report.figures import by_camera, camera_path, curves
 from tools.run_report.health import findings
 from tools.run_report.held_out import camera_changes, direction, held_out, judged, sentence, verdict_word
@@ -28,18 +29,11 @@ from tools.run_report.work import device, figures, phases, versions
 
 HERE = Path(__file__).resolve().parent
 MOST_PAGE_BYTES = 30_000_000
+FIRST_KNOBS = 12  # of those in which runs differ; the others stand behind a fold
 
 
 def render(runs: Sequence[Run], asked: str = "") -> str:
-    """Return the page.
-
-    Args:
-        runs: at least one; the first gives the page its name.
-        asked: "FILE:RECIPE" that the user named on the command line, see `configuration.knobs`.
-
-    Raises:
-        ValueError: the page would not stay small.
-    """
+    """Return the page of at least one run; `asked` as in `configuration.knobs`. ValueError if it would not be small."""
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -47,10 +41,12 @@ def render(runs: Sequence[Run], asked: str = "") -> str:
     environment.filters |= {write.__name__: write for write in (*of_words, rich, breaking)}
     script = (HERE / "script.js").read_text(encoding="utf-8")
     drawn = curves(runs)
+    # Names and places of the runs are no difference.
+    different = differences(*(settings(run) | changes(run) for run in runs)) if len(runs) > 1 else {}
     page = environment.get_template("page.html.j2").render(
         parts=[part(run, f"run {place}", MOST_BYTES // len(runs), asked) for place, run in enumerate(runs)],
         compared=compare(runs) if len(runs) > 1 else None,
-        different=different_knobs(runs) if len(runs) > 1 else [],
+        different=[(knob, [value or words.NOTHING for value in values]) for knob, values in different.items()],
         first_knobs=FIRST_KNOBS,
         curves=drawn,
         ends=[

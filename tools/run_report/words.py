@@ -35,7 +35,7 @@ def number(
     if not PLAIN[0] <= power <= PLAIN[1]:
         first = float(f"{value:.{digits - 1}e}".partition("e")[0])
         mantissa = _decimals(first, digits - 1, sign, zeros)
-        return f"{mantissa}e{_true_minus(str(power))}"
+        return f"{mantissa}e{power}".replace("-", MINUS)
     return _decimals(value, max(0, digits - 1 - power), sign, zeros)
 
 
@@ -103,8 +103,4 @@ def _decimals(value: float, decimals: int, sign: bool, zeros: bool) -> str:
     text = f"{value:{'+' if sign else ''}{grouped}.{decimals}f}"
     if "." in text and not zeros:
         text = text.rstrip("0").rstrip(".")
-    return _true_minus(text.replace(",", GAP)) if text.strip("+-0.") else "0"
-
-
-def _true_minus(text: str) -> str:
-    return text.replace("-", MINUS)
+    return text.replace(",", GAP).replace("-", MINUS) if text.strip("+-0.") else "0"

@@ -31,19 +31,12 @@ from tools.serving.scoring_service import checksum
 
 @dataclasses.dataclass(frozen=True)
 class AdapterSettings:
-    """Where an adapter finds its model.
+    """Where an adapter finds its model."""
 
-    Attributes:
-        weights: folder or file, or None when it was not given.
-        code: clone of a repository that cannot be installed, or None.
-        device: where the model runs.
-        frames: per video, for models that score pictures.
-    """
-
-    weights: Path | None
-    code: Path | None
+    weights: Path | None  # folder or file
+    code: Path | None  # clone of a repository that cannot be installed
     device: torch.device
-    frames: int = 5
+    frames: int = 5  # per video, for models that score pictures
 
 
 class Adapter:
@@ -64,11 +57,7 @@ class Adapter:
     needs: tuple[str, ...] = ()
 
     def __init__(self, settings: AdapterSettings) -> None:
-        """Find package and weights, then load.
-
-        Raises:
-            ValueError: either is missing.
-        """
+        """Find package and weights, and load; ValueError where either is missing."""
         self._settings = settings
         self._weights = self._find_weights()
         package = self._import_package()
@@ -230,14 +219,13 @@ ADAPTERS: Mapping[str, type[Adapter]] = {
 
 def refuse_downloads() -> None:
     """Make libraries of this process raise instead of downloading; call it before importing them."""
+
+    def refuse(url: object, *_: object, **__: object) -> None:
+        raise ValueError(f"a model wants to download {getattr(url, 'full_url', url)}: fetch it once, by hand")
+
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
-    # torch.hub knows no such variable.
-    for name in ("download_url_to_file", "urlopen"):
-        setattr(torch.hub, name, _no_download)
-
-
-def _no_download(url: object, *_: object, **__: object) -> None:
-    raise ValueError(f"a model wants to download {getattr(url, 'full_url', url)}: fetch it once beforehand, by hand")
+    for name in ("download_url_to_file", "urlopen"):  # torch.hub knows no such variable
+        setattr(torch.hub, name, refuse)
 
 
 def _frames(video: Tensor, count: int) -> list[Image.Image]:

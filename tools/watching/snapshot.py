@@ -27,19 +27,12 @@ LEAST_QUIET_S = 120.0  # no shorter silence is suspicious
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot(Run):
-    """A run at one moment; its summary is of a complete run alone.
+    """A run at one moment; its summary is of a complete run alone."""
 
-    Attributes:
-        held: a process holds the run's lock; None where that cannot be seen from this machine.
-        holder: "process 7 on HOST", the latest; "" where there is none.
-        quiet_s: seconds since the latest start or record.
-        checkpoint: name of the latest, or "".
-    """
-
-    held: bool | None
-    holder: str
-    quiet_s: float
-    checkpoint: str
+    held: bool | None  # whether a process holds the run's lock; None where this machine cannot see that
+    holder: str  # "process 7 on HOST", the latest; "" where there is none
+    quiet_s: float  # seconds since the latest start or record
+    checkpoint: str  # name of the latest, or ""
 
     @property
     def latest(self) -> Row:
@@ -101,11 +94,11 @@ def take(folder: Path) -> Snapshot:
 
 
 def find_run(folder: Path) -> tuple[Path, str]:
-    """Return the folder of a run, and one line that says which it is where the given folder holds several.
+    """Return the folder of a run, and a line that names it where `folder` holds several; ValueError for no run."""
 
-    Raises:
-        ValueError: there is no run.
-    """
+    def is_run(place: Path) -> bool:
+        return any((place / name).exists() for name in MARKS)
+
     if is_run(folder):
         return folder, ""
     runs = [found for found in folder.iterdir() if is_run(found)] if folder.is_dir() else []
@@ -114,10 +107,6 @@ def find_run(folder: Path) -> tuple[Path, str]:
         raise ValueError(f"RUN: {folder} {what}, must be the folder of a run, such as outputs/first, or of several")
     newest = max(runs, key=written)
     return newest, f"the newest of {len(runs)} runs in {folder}"
-
-
-def is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in MARKS)
 
 
 def written(folder: Path) -> float:
