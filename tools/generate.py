@@ -238,9 +238,8 @@ def plan_films(args: argparse.Namespace) -> tuple[ConditionDataset, list[VideoRe
             if not source.is_file():
                 raise ValueError(f"--source {source} does not exist; give a video or a folder of videos")
             if (count := video_size(source)[0]) < size[0]:
-                raise ValueError(
-                    f"--source {source} is too short, got {count} of {args.frames} frames; pass fewer"
-                )
+                got = f"got {count} of {size[0]} frames"
+                raise ValueError(f"--source {source} is too short, {got}; pass fewer --frames")
         dataset = UserVideos(sources, args.camera, size, prompt=args.prompt)
     for warning in caught:
         print("warning:", " ".join(str(warning.message).split()), file=sys.stderr, flush=True)
