@@ -29,49 +29,34 @@ from flow_grpo.models.files import convert
 from flow_grpo.models.files import model_files
 from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.networks.transformers import is_camera_weight
-from flow_grpo.runtime.atomic_file import atomic_path
-from flow_grpo.runtime.checkpoints.state_files import fsync
 from flow_grpo.runtime.json_files import read_json_object
 from tools.common import make_parser
 from tools.conversion.model_folder import (
     DTYPES,
+    INDEX,
     OWN_FOLDER,
     WAY_OUT,
-    add_components,
+    WEIGHTS,
+    add_options,
     check_components,
-    check_out,
     convert_checkpoint,
     read_transformer,
     report,
+    write_folder,
     write_published,
-    write_safetensors,
 )
 
 COMPONENTS = ("vae", "text_encoder", "tokenizer", "scheduler")
-INDEX = {
-    "_class_name": "WanPipeline",
-    "scheduler": ["diffusers", "UniPCMultistepScheduler"],
-    "text_encoder": ["transformers", "UMT5EncoderModel"],
-    "tokenizer": ["transformers", "T5TokenizerFast"],
-    "vae": ["diffusers", "AutoencoderKLWan"],
-}
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    return convert_checkpoint(options().parse_args(words), _check, forward, back)
-
-
-def options() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("--recammaster", type=Path, metavar="FILE", help="checkpoint with the original names")
     add("--wan", type=Path, metavar="FOLDER", help="Wan2.1-T2V-1.3B, in diffusers layout or the original files")
-    add("--back", type=Path, metavar="FOLDER", help="convert back: a model folder, or its transformer folder")
-    add("--out", type=Path, required=True, help="folder to write, or with --back a .safetensors file; must not exist")
-    add("--dtype", choices=DTYPES, default="keep", help="of the written weights (default: unchanged)")
-    add("--link", action="store_true", help="symlink codec, text encoder, tokenizer and scheduler instead of copying")
+    add_options(parser)
     add("--init-camera", action="store_true", help="accept base Wan: add camera modules without effect")
-    return parser
+    return convert_checkpoint(parser.parse_args(words), _check, forward, back)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -81,15 +66,10 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("got one of --recammaster and --wan, expected both: the weights and the model they belong to")
     if args.back and (args.link or args.init_camera):
         raise ValueError("--link and --init-camera do not apply to --back: leave them out")
-    check_out(args)
 
 
 def forward(args: argparse.Namespace) -> list[str]:
-    """Write the model folder and return the lines to print.
-
-    Raises:
-        ValueError: checkpoint and folder are unusable or do not match; nothing is written.
-    """
+    """Write the model folder and return the lines to print; ValueError, and nothing is written, for unusable input."""
     config, diffusers_layout = read_wan(args.wan)
     model = convert.empty_model(config)
     checkpoint = model_files.read_checkpoint(args.recammaster)
@@ -102,15 +82,10 @@ def forward(args: argparse.Namespace) -> list[str]:
         convert.add_neutral_camera(state, model)
     convert.check_shapes(state, model)
     dtypes = convert.target_dtypes(state, DTYPES[args.dtype])
-
-    with atomic_path(args.out) as partial:
-        (partial / "transformer").mkdir(parents=True)
-        model.save_config(partial / "transformer")
-        write_safetensors(partial / "transformer" / model_files.WEIGHTS_FILE, state, dtypes)
-        if diffusers_layout:
-            add_components(args.wan, partial, COMPONENTS, INDEX, kind=ReCamTransformer3DModel, link=args.link)
-    fsync(args.out.absolute().parent)
-    lines = report(state, dtypes, args.out / "transformer" / model_files.WEIGHTS_FILE, "camera", is_recam_weight)
+    write_folder(
+        args, model, state, dtypes, COMPONENTS if diffusers_layout else (), INDEX | {"_class_name": "WanPipeline"}
+    )
+    lines = report(state, dtypes, args.out / WEIGHTS, "camera", is_recam_weight)
     lines += [f"dropped the prefix {renaming.prefix!r}"] if renaming.prefix else []
     lines += ["added camera modules without effect: zero cam_encoder, identity projector"] if args.init_camera else []
     if not diffusers_layout:
@@ -143,11 +118,7 @@ def back(args: argparse.Namespace) -> list[str]:
 
 
 def read_wan(folder: Path) -> tuple[dict[str, Any], bool]:
-    """Return the ReCam transformer's configuration for the Wan in `folder`, and whether that has diffusers layout.
-
-    Raises:
-        ValueError: the folder has neither layout, holds another model, or lacks a component.
-    """
+    """Return the ReCam transformer's configuration for the Wan in `folder`, and whether that has diffusers layout."""
     if (folder / "transformer" / "config.json").is_file():
         check_components(folder, COMPONENTS)
         return convert.recam_config(read_json_object(folder / "transformer" / "config.json", WAY_OUT)), True

@@ -27,51 +27,39 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 from flow_grpo.models.files import convert
 from flow_grpo.models.files import model_files
 from flow_grpo.models.networks.redirector_transformer import ReDirectorTransformer3DModel, is_phase_weight
-from flow_grpo.runtime.atomic_file import atomic_path
-from flow_grpo.runtime.checkpoints.state_files import fsync
 from flow_grpo.runtime.json_files import read_json_object
 from tools.common import make_parser
 from tools.conversion.model_folder import (
     DTYPES,
+    INDEX,
     OWN_FOLDER,
     WAY_OUT,
-    add_components,
+    WEIGHTS,
+    add_options,
     check_components,
-    check_out,
     convert_checkpoint,
     read_transformer,
     report,
+    write_folder,
     write_published,
-    write_safetensors,
 )
 
 COMPONENTS = ("vae", "text_encoder", "tokenizer", "scheduler", "image_encoder", "image_processor")
-INDEX = {
+IMAGE_INDEX = {
     "_class_name": "WanImageToVideoPipeline",
     "image_encoder": ["transformers", "CLIPVisionModel"],
     "image_processor": ["transformers", "CLIPImageProcessor"],
-    "scheduler": ["diffusers", "UniPCMultistepScheduler"],
-    "text_encoder": ["transformers", "UMT5EncoderModel"],
-    "tokenizer": ["transformers", "T5TokenizerFast"],
-    "vae": ["diffusers", "AutoencoderKLWan"],
 }
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    return convert_checkpoint(options().parse_args(words), _check, forward, back)
-
-
-def options() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("--step", type=Path, metavar="FILE", help="ReDirector's checkpoint, stepN.safetensors")
     add("--base", type=Path, metavar="FOLDER", help="Wan2.1-Fun-V1.1-1.3B-Control-Camera, original files")
     add("--wan", type=Path, metavar="FOLDER", help="Wan2.1-I2V-14B-480P-Diffusers, for all but the transformer")
-    add("--back", type=Path, metavar="FOLDER", help="convert back: a model folder, or its transformer folder")
-    add("--out", type=Path, required=True, help="folder to write, or with --back a .safetensors file; must not exist")
-    add("--dtype", choices=DTYPES, default="keep", help="of the written weights (default: unchanged)")
-    add("--link", action="store_true", help="symlink the other components instead of copying")
-    return parser
+    add_options(parser)
+    return convert_checkpoint(parser.parse_args(words), _check, forward, back)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -80,15 +68,10 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("expected one of two ways: --step, --base and --wan, or --back alone, with --out")
     if args.back and args.link:
         raise ValueError("--link does not apply to --back: leave it out")
-    check_out(args)
 
 
 def forward(args: argparse.Namespace) -> list[str]:
-    """Write the model folder and return the lines to print.
-
-    Raises:
-        ValueError: the checkpoints or folders are unusable or do not match; nothing is written.
-    """
+    """Write the model folder and return the lines to print; ValueError, and nothing is written, for unusable input."""
     check_components(args.wan, COMPONENTS)
     found = read_json_object(args.base / "config.json", WAY_OUT)
     base = model_files.read_checkpoint(model_files.weights_path(args.base))
@@ -96,17 +79,10 @@ def forward(args: argparse.Namespace) -> list[str]:
     model = convert.empty_model(convert.redirector_config(found, state), ReDirectorTransformer3DModel)
     convert.check_shapes(state, model)
     dtypes = convert.target_dtypes(state, DTYPES[args.dtype])
-
-    weights = Path("transformer", model_files.WEIGHTS_FILE)
-    with atomic_path(args.out) as partial:
-        (partial / "transformer").mkdir(parents=True)
-        model.save_config(partial / "transformer")
-        write_safetensors(partial / weights, state, dtypes)
-        add_components(args.wan, partial, COMPONENTS, INDEX, kind=ReDirectorTransformer3DModel, link=args.link)
-    fsync(args.out.absolute().parent)
+    write_folder(args, model, state, dtypes, COMPONENTS, INDEX | IMAGE_INDEX)
     replaced = len(below.names.keys() & above.names.keys())
     return [
-        *report(state, dtypes, args.out / weights, "phase", is_phase_weight),
+        *report(state, dtypes, args.out / WEIGHTS, "phase", is_phase_weight),
         f"{len(base)} tensors of the base, {len(above.names)} of the step, {replaced} of which replace the base's",
         *(f"dropped the prefix {one.prefix!r} of {one.layout.title}" for one in (below, above) if one.prefix),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -86,7 +87,7 @@ def wheel(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="module")
 def project_uses() -> list[Use]:
-    return audit_npu.project_uses()
+    return names.uses([audit_npu.ROOT / source for source in audit_npu.SOURCES], audit_npu.ROOT)
 
 
 def findings(path: Path, code: int) -> dict[str, dict[str, str]]:
@@ -122,9 +123,7 @@ def test_a_wheel_that_has_every_name_the_project_uses_passes(wheel: Callable[...
 def test_missing_names_and_changed_signatures_fail(
     wheel: Callable[..., Path], project_uses: list[Use], change: tuple[str, str], subject: str, text: str
 ) -> None:
-    changed = Wheel(wheel(change=change))
-    found = {finding.subject: finding for finding in names.check_names(changed, project_uses)}
-    found["hccl"] = names.check_backend(changed)
+    found = {finding.subject: finding for finding in names.check_names(Wheel(wheel(change=change)), project_uses)}
     called = next(finding for name, finding in found.items() if name.split("(")[0] == subject.split("(")[0])
     assert called.status == "fail" and text in called.text, called
 
@@ -164,8 +163,8 @@ def test_another_vendors_names_are_no_uses(tmp_path: Path) -> None:
 def test_operators_are_registered_or_composite_or_named(wheel: Callable[..., Path]) -> None:
     registered = Wheel(wheel()).operators
     assert registered == {"view", "clone", "add.Tensor", "gelu.out"}
-    seen = dict.fromkeys(("view", "add.Tensor", "expand", "gelu", "mm", "no_such_operator"), 1)
-    found = {finding.subject: finding for finding in step.check_operators(seen, registered)}
+    seen = ("view", "add.Tensor", "expand", "gelu", "mm", "no_such_operator")
+    found = {name: step.check_operator(name, registered) for name in seen}
     assert {name: finding.text for name, finding in found.items() if finding.status == "ok"} == {
         "view": "registered",
         "add.Tensor": "registered",
@@ -197,12 +196,18 @@ def test_a_training_step_that_its_device_refuses_is_one_line(
     assert capsys.readouterr().err == "error: tensors of two devices\n"
 
 
-def test_the_downloaded_version_is_the_one_that_is_pinned() -> None:
-    requirements = (Path(__file__).parents[2] / "requirements-npu.txt").read_text()
-    torch_pin = (Path(__file__).parents[2] / "requirements.txt").read_text()
-    assert f"torch=={audit_npu.pinned(requirements)}\n" in torch_pin
-    with pytest.raises(ValueError, match="pins no torch-npu"):
-        audit_npu.pinned("# torch-npu==2.13.0")
+def test_the_downloaded_version_is_the_one_that_is_pinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = mock.Mock(return_value=mock.Mock(returncode=1, stderr="no network"))
+    monkeypatch.setattr(audit_npu.subprocess, "run", failed)
+    assert audit_npu.main([]) == 2
+    (version,) = re.findall(r"^torch==(\S+)$", (audit_npu.ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    assert failed.call_args.args[0][-1] == f"torch-npu=={version}" and "no network" in capsys.readouterr().err
+    monkeypatch.setattr(audit_npu, "ROOT", tmp_path)
+    (tmp_path / "requirements-npu.txt").write_text("# torch-npu==2.13.0")
+    assert audit_npu.main([]) == 2
+    assert "pins no torch-npu" in capsys.readouterr().err
 
 
 def small_step() -> dict[str, Any]:

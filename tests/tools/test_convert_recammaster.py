@@ -204,7 +204,7 @@ def test_a_configuration_that_does_not_fit_is_refused(tmp_path, wan, change, wor
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), OSError(28, "No space left on device")])
-@pytest.mark.parametrize("place", [f"{tool.__name__}.add_components", "tools.conversion.model_folder.fsync"])
+@pytest.mark.parametrize("place", ["os.symlink", "tools.conversion.model_folder.fsync"])
 def test_an_interrupted_write_leaves_nothing_and_keeps_what_it_linked(tmp_path, wan, error, place, monkeypatch, capsys):
     seen = []
 

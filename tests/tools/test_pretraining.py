@@ -32,8 +32,9 @@ def test_the_untrained_codec_is_the_best_linear_one():
 
 
 def test_targets_are_drawn_in_the_stated_shares():
-    pool = pretrain_tiny.Pool.encode(pretrain_codec.build_codec(8, 2), "pretrain", range(6))
-    weights = pool._weights.view(6, 20)
+    codec = pretrain_codec.build_codec(8, 2)
+    pool = pretrain_tiny.Pool(**pretrain_tiny.encode_scenes(codec, "pretrain", range(6)))
+    weights = pool.weights.view(6, 20)
     travel = pool.cameras.unflatten(-1, (3, 4))[:, :, -1, :, 3].norm(dim=-1)
     full = torch.tensor([float(preset_path(name, 2)[-1, :3, 3].norm()) for name in PRESETS])
     unsure = travel[:, :10] >= 0.35 * full
@@ -77,7 +78,7 @@ def start(tool: ModuleType, work: Path):
     torch.manual_seed(0)
     if tool is pretrain_codec:
         args = argparse.Namespace(work=work, base_dim=16, latent_channels=4, learning_rate=1e-3, steps=9, batch=2)
-        run = tool.ModelTraining(args, tool.make_clips("codec", 1))
+        run = tool.CodecTraining(args, tool.make_clips("codec", 1))
         return run, run.codec, lambda: run.advance(0, 1)
     args = argparse.Namespace(
         work=work, width=32, ffn=32, layers=1, patch=1, ema=0.9, learning_rate=1e-3, steps=9, batch=4

@@ -23,6 +23,22 @@ from tools.common import fail
 DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 WAY_OUT = "give a complete model folder, or download it again"
 OWN_FOLDER = "give a folder that this tool or a training run wrote"
+WEIGHTS = Path("transformer", model_files.WEIGHTS_FILE)
+INDEX = {
+    "scheduler": ["diffusers", "UniPCMultistepScheduler"],
+    "text_encoder": ["transformers", "UMT5EncoderModel"],
+    "tokenizer": ["transformers", "T5TokenizerFast"],
+    "vae": ["diffusers", "AutoencoderKLWan"],
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that every conversion has."""
+    add = parser.add_argument
+    add("--back", type=Path, metavar="FOLDER", help="convert back: a model folder, or its transformer folder")
+    add("--out", type=Path, required=True, help="folder to write, or with --back a .safetensors file; must not exist")
+    add("--dtype", choices=DTYPES, default="keep", help="of the written weights (default: unchanged)")
+    add("--link", action="store_true", help="symlink the other components instead of copying")
 
 
 def convert_checkpoint(
@@ -41,6 +57,12 @@ def convert_checkpoint(
     """
     try:
         check(args)
+        if args.back and args.out.suffix != ".safetensors":
+            raise ValueError(f"--out is {args.out}, expected a name ending in .safetensors with --back")
+        if os.path.lexists(args.out):
+            raise ValueError(f"--out {args.out} already exists: remove it or give another name")
+        if not args.out.absolute().parent.is_dir():
+            raise ValueError(f"--out {args.out} is in no existing folder: make {args.out.absolute().parent} first")
         print(f"writing {args.out}", flush=True)
         lines = back(args) if args.back else forward(args)
     except (ValueError, OSError) as error:
@@ -49,27 +71,13 @@ def convert_checkpoint(
     return 0
 
 
-def check_out(args: Any) -> None:
-    """Raise ValueError unless --out is a new name in an existing folder, with --back that of a safetensors file."""
-    if args.back and args.out.suffix != ".safetensors":
-        raise ValueError(f"--out is {args.out}, expected a name ending in .safetensors with --back")
-    if os.path.lexists(args.out):
-        raise ValueError(f"--out {args.out} already exists: remove it or give another name")
-    if not args.out.absolute().parent.is_dir():
-        raise ValueError(f"--out {args.out} is in no existing folder: make {args.out.absolute().parent} first")
-
-
 def check_components(wan: Path, parts: Sequence[str]) -> None:
     if absent := [part for part in parts if not (wan / part).is_dir()]:
         raise ValueError(f"--wan {wan} has no {', '.join(absent)} folder: download it again")
 
 
 def read_transformer(model: Path, kind: type) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
-    """Return folder, configuration and weights of the transformer in a model folder, or in a transformer's own.
-
-    Raises:
-        ValueError: it is not of class `kind`, or cannot be read.
-    """
+    """Return folder, configuration and weights of the transformer in a model folder, or in a transformer's own."""
     folder = model / "transformer" if (model / "transformer").is_dir() else model
     config = read_json_object(folder / "config.json", WAY_OUT)
     if config.get("_class_name") != kind.__name__:
@@ -77,28 +85,39 @@ def read_transformer(model: Path, kind: type) -> tuple[Path, dict[str, Any], dic
     return folder, config, model_files.read_checkpoint(model_files.weights_path(folder))
 
 
-def add_components(
-    wan: Path, folder: Path, parts: Sequence[str], index: Mapping[str, Any], *, kind: type, link: bool
+def write_folder(
+    args: argparse.Namespace,
+    model: Any,
+    state: Mapping[str, Tensor],
+    dtypes: Mapping[str, torch.dtype],
+    parts: Sequence[str],
+    index: Mapping[str, Any],
 ) -> None:
-    """Copy or link the other components, and write model_index.json with our transformer's class.
+    """Write --out: the transformer, and beside it the components of --wan, copied or linked; complete or absent.
 
     Args:
-        wan: a model folder in diffusers layout.
-        folder: where to.
-        parts: names of the components.
-        index: what model_index.json says if `wan` has none.
-        kind: class of the transformer.
-        link: symlink instead of copying.
+        args: the command line.
+        model: the transformer, of which configuration and class are taken.
+        state: its weights.
+        dtypes: dtype of each.
+        parts: names of the components; none for the transformer alone.
+        index: what model_index.json says if --wan has none.
     """
-    for part in parts:
-        if link:
-            (folder / part).symlink_to((wan / part).resolve(), target_is_directory=True)
-        else:
-            shutil.copytree(wan / part, folder / part)  # follows the links of a Hugging Face cache
-    file = wan / "model_index.json"
-    found = read_json_object(file, WAY_OUT) if file.is_file() else dict(index)
-    ours = {"transformer": [kind.__module__, kind.__name__]}
-    (folder / "model_index.json").write_text(json.dumps(found | ours, indent=2) + "\n", encoding="utf-8")
+    with atomic_path(args.out) as partial:
+        (partial / "transformer").mkdir(parents=True)
+        model.save_config(partial / "transformer")
+        write_safetensors(partial / WEIGHTS, state, dtypes)
+        for part in parts:
+            if args.link:
+                (partial / part).symlink_to((args.wan / part).resolve(), target_is_directory=True)
+            else:
+                shutil.copytree(args.wan / part, partial / part)  # follows the links of a Hugging Face cache
+        if parts:
+            file = args.wan / "model_index.json"
+            found = read_json_object(file, WAY_OUT) if file.is_file() else dict(sorted(index.items()))
+            found["transformer"] = [type(model).__module__, type(model).__name__]
+            (partial / "model_index.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    fsync(args.out.absolute().parent)
 
 
 def write_safetensors(file: Path, state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
@@ -106,9 +125,6 @@ def write_safetensors(file: Path, state: Mapping[str, Tensor], dtypes: Mapping[s
 
     `save_file` of safetensors would hold a cast copy of the whole model. The format is 8 bytes of header length, the
     header in JSON, and the raw little-endian values without gaps (github.com/huggingface/safetensors, "Format").
-
-    Raises:
-        ValueError: a tensor has values that are not finite.
     """
     # Wide dtypes first, so that every tensor is aligned to its element size.
     order = sorted(state, key=lambda name: (-dtypes[name].itemsize, name))

@@ -53,43 +53,32 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def audit(wheel: Wheel, *, names_only: bool) -> list[UnknownName]:
-    findings = names.check_names(wheel, project_uses())
-    findings.append(names.check_backend(wheel))
+    findings = names.check_names(wheel, names.uses([ROOT / source for source in SOURCES], ROOT))
     findings += names.check_environment(wheel, sorted(device_api.NPU_VARIABLES))
     if not names_only:
         registered, seen = wheel.operators, step.observe()
-        findings += [*step.check_operators(seen.operators, registered), *step.check_dtypes(seen.wide)]
+        findings += [step.check_operator(name, registered) for name in sorted(seen.operators)]
+        findings += step.check_dtypes(seen.wide)
     return findings
-
-
-def project_uses() -> list[names.Use]:
-    places = [ROOT / place for place in SOURCES]
-    files = [file for place in places for file in ([place] if place.suffix else sorted(place.rglob("*.py")))]
-    return names.uses(files, ROOT)
 
 
 @contextlib.contextmanager
 def downloaded() -> Iterator[Path]:
     """Download the wheel that requirements-npu.txt pins to a temporary folder; ValueError if pip cannot."""
-    version = pinned((ROOT / "requirements-npu.txt").read_text(encoding="utf-8"))
+    file = ROOT / "requirements-npu.txt"
+    pinned = re.search(r"^torch-npu==(\S+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    if pinned is None:
+        raise ValueError(f"{file.name} pins no torch-npu; add a line torch-npu==VERSION")
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         done = subprocess.run(
-            [*command, "--dest", folder, f"torch-npu=={version}"], capture_output=True, text=True, check=False
+            [*command, "--dest", folder, f"torch-npu=={pinned[1]}"], capture_output=True, text=True, check=False
         )
         wheels = list(Path(folder).glob("*.whl"))
         if done.returncode or not wheels:
             reason = done.stderr.strip().splitlines()[-1:] or ["no wheel came"]
-            raise ValueError(f"pip cannot download torch-npu=={version} ({reason[0]}); pass --wheel FILE")
+            raise ValueError(f"pip cannot download torch-npu=={pinned[1]} ({reason[0]}); pass --wheel FILE")
         yield wheels[0]
-
-
-def pinned(requirements: str) -> str:
-    """Return the torch-npu version that a requirements file pins; ValueError if there is none."""
-    match = re.search(r"^torch-npu==(\S+)$", requirements, re.MULTILINE)
-    if match is None:
-        raise ValueError("requirements-npu.txt pins no torch-npu; add a line torch-npu==VERSION")
-    return match[1]
 
 
 def show(name: str, findings: Sequence[UnknownName]) -> None:

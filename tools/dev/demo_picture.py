@@ -51,11 +51,7 @@ def panel(run: Path, line: Line, frames: int, *names: str) -> Tensor:
 
 
 def strips(runs: Sequence[Path], rows: int, frames: int) -> list[list[Tensor]]:
-    """Return [source, before, after each run, true view] of the conditions that the first run changed most.
-
-    Raises:
-        ValueError: a run without evaluation videos, or with other conditions than the first.
-    """
+    """Return [source, before, after each run, true view] of the conditions that the first run changed most."""
     found, known = [], [clips(run) for run in runs]
     for name, steps in known[0].items():
         if missing := [run for run, own in zip(runs, known, strict=True) if name not in own]:

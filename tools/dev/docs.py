@@ -97,23 +97,18 @@ def rewrite(markdown: str, folder: str) -> str:
 
 def map_page() -> str:
     lines = ["# Map of the project", "", "How a sample passes through these files is in [walk.md](walk.md)."]
-    for folder, files in itertools.groupby(source_files(), key=lambda file: file.parent):
-        first_lines = {file.name: first_line(file) for file in files}
+    source = [ROOT / "train_grpo.py"]
+    for place in ("config", "examples", "flow_grpo", "tools"):
+        source += sorted((ROOT / place).rglob("*.py"), key=lambda file: (file.parent.as_posix(), file.name))
+    for folder, files in itertools.groupby(source, key=lambda file: file.parent):
+        first_lines = {}
+        for file in files:
+            text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+            first_lines[file.name] = text.partition("\n")[0]
         lines += ["", f"## {folder.relative_to(ROOT).as_posix()}" if folder != ROOT else "## Top level", ""]
         lines += [first_lines.pop("__init__.py", ""), ""]
         lines += markdown_table(("file", "what it holds"), list(first_lines.items())) if first_lines else []
     return "\n".join(lines)
-
-
-def source_files() -> Iterator[Path]:
-    yield ROOT / "train_grpo.py"
-    for place in ("config", "examples", "flow_grpo", "tools"):
-        yield from sorted((ROOT / place).rglob("*.py"), key=lambda file: (file.parent.as_posix(), file.name))
-
-
-def first_line(file: Path) -> str:
-    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-    return text.partition("\n")[0]
 
 
 def records_page() -> str:

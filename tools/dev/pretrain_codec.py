@@ -130,19 +130,10 @@ def restore(codec: AutoencoderKLWan, clips: Tensor) -> Tensor:
 
 
 def multiscale(error: Tensor) -> Tensor:
-    """Return mean absolute plus twice the squared error, summed over box filters of 1, 2, 4 and 8 pixels.
-
-    Coarse colour errors hardly show in PSNR, but they mislead a camera estimate that compares colours.
-    """
+    """Return mean absolute plus twice the squared error, summed over box filters of 1, 2, 4 and 8 pixels."""
+    # Coarse colour errors hardly show in PSNR, but they mislead a camera estimate that compares colours.
     scales = [torch.nn.functional.avg_pool3d(error, (1, size, size)) for size in (1, 2, 4, 8)]
     return torch.stack([part.abs().mean() + 2 * part.square().mean() for part in scales]).sum()
-
-
-def average_gradients(codec: AutoencoderKLWan, world: int) -> None:
-    gradients = [parameter.grad for parameter in codec.parameters() if parameter.grad is not None]
-    flat = torch.nn.utils.parameters_to_vector(gradients)
-    dist.all_reduce(flat)
-    torch.nn.utils.vector_to_parameters(flat / world, gradients)
 
 
 class CodecTraining(Resumable):
@@ -170,15 +161,19 @@ class CodecTraining(Resumable):
         loss = multiscale(error) + multiscale(error.diff(dim=2)) + 1e-3 * size
         self.codec.zero_grad(set_to_none=True)
         loss.backward()
-        if world > 1:
-            average_gradients(self.codec, world)
+        if world > 1:  # the mean of the gradients over ranks
+            gradients = [parameter.grad for parameter in self.codec.parameters() if parameter.grad is not None]
+            flat = torch.nn.utils.parameters_to_vector(gradients)
+            dist.all_reduce(flat)
+            torch.nn.utils.vector_to_parameters(flat / world, gradients)
         torch.nn.utils.clip_grad_norm_(self.codec.parameters(), 1.0)
         self.optimizer.step()
         self.step += 1
         return {"loss": loss.item(), "latent_size": size.item()}
 
 
-def parse() -> argparse.Namespace:
+def main() -> None:
+    """Train to the last step, over any number of calls, and write the codec with its record."""
     parser = make_parser(__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder of the resumable state")
     parser.add_argument("--out", type=Path, required=True, help="diffusers folder that receives vae/")
@@ -189,29 +184,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--latent-channels", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--threads", type=int, default=1, help="per rank")
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse()
+    args = parser.parse_args()
     with processes(args) as (rank, world):
         training, held_out = CodecTraining(args, make_clips("codec", args.scenes)), make_clips("codec-val", 8)
         began = time.time()
         while training.step < args.steps:
             if rank == 0 and training.step == 0:
-                log(training, {"step": 0, "val_psnr_db": psnr(restore(training.codec, held_out), held_out)})
+                training.log({"step": 0, "val_psnr_db": round(psnr(restore(training.codec, held_out), held_out), 4)})
             row = training.advance(rank, world)
             if rank == 0 and training.step % 100 == 0:
                 training.seconds, began = training.seconds + time.time() - began, time.time()
                 quality = psnr(restore(training.codec, held_out), held_out)
-                log(training, {"step": training.step, **row, "val_psnr_db": quality, "seconds": training.seconds})
+                row = {"step": training.step, **row, "val_psnr_db": quality, "seconds": training.seconds}
+                training.log({name: round(value, 4) for name, value in row.items()})
                 training.save()
         if rank == 0:
             write_codec(training, args)
-
-
-def log(training: CodecTraining, row: dict[str, float]) -> None:
-    training.log({name: round(value, 4) for name, value in row.items()})
 
 
 @torch.no_grad()

@@ -52,61 +52,29 @@ SETTINGS = ("steps", "scenes", "batch", "learning_rate", "width", "ffn", "layers
 
 
 class Pool:
-    """Encoded clips of many scenes: ten cameras of the first source each, then ten of the second.
+    """Clips of many scenes, as `encode_scenes` returns them: ten cameras of the first source each, ten of the second.
 
     Attributes:
-        latents: (scenes, 20, C, F, H, W), fp16 to save memory.
-        cameras: (scenes, 20, F, 12) fp32 labels relative to the start pose, as each source labels them.
-        captions: (scenes,) index into CAPTIONS.
+        weights: (scenes * 20,) sampling weights of the clips as targets, which realise `SHARES`.
     """
 
     def __init__(self, latents: Tensor, cameras: Tensor, captions: Tensor) -> None:
         self.latents, self.cameras, self.captions = latents, cameras, captions
-        self._weights = self._draw_weights()
-
-    @classmethod
-    def encode(cls, codec: AutoencoderKLWan, split: str, scenes: range) -> Pool:
-        latents, cameras, captions = [], [], []
-        for number in scenes:
-            wide, narrow, labelled = (make_scene(spec, split, number) for spec in (WIDE, NARROW, LABELLED))
-            presets = list(range(len(PRESETS)))
-            videos = torch.cat([render_views(WIDE, [wide], presets), render_views(NARROW, [narrow], presets)])
-            latents.append(encode(codec, videos).half())
-            cameras.append(torch.cat([scene_cameras(wide, codec), scene_cameras(labelled, codec)]))
-            captions.append(CAPTIONS.index(caption(videos[0])))
-        return cls(torch.stack(latents), torch.stack(cameras), torch.tensor(captions))
-
-    @classmethod
-    def load(cls, files: list[Path]) -> Pool:
-        parts = [torch.load(file, weights_only=True) for file in files]
-        return cls(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
-
-    def save(self, file: Path) -> None:
-        save_tensors(file, {"latents": self.latents, "cameras": self.cameras, "captions": self.captions})
-
-    def _draw_weights(self) -> Tensor:
-        """Return the (scenes * 20,) sampling weights of the clips as targets, which realise `SHARES`."""
         travel = self.cameras.unflatten(-1, (3, 4))[:, :, -1, :, 3].norm(dim=-1)  # (scenes, 20) as labelled
         full = torch.tensor([float(preset_path(name, 2)[-1, :3, 3].norm()) for name in PRESETS] * 2)
         narrow = (torch.arange(len(full)) >= len(PRESETS)).expand_as(travel)
         unsure = travel >= UNSURE.translation[0] * full  # turns are always
         kinds = {"narrow": narrow, "wide": unsure & ~narrow, "sure": ~unsure & ~narrow}
         shares = [SHARES[name] * kind / kind.sum().clamp_min(1) for name, kind in kinds.items()]
-        return torch.stack(shares).sum(0).flatten()
+        self.weights = torch.stack(shares).sum(0).flatten()
 
     def targets(self, size: int, rank: int, world: int, step: int = 0) -> Iterator[list[int]]:
         """Yield for every step from `step` on the indices of this rank's target clips, 0..scenes * 20 - 1.
 
-        All ranks draw one weighted sample of clips, with the same seed, and each takes its part of it.
-
-        Args:
-            size: targets per step over all ranks.
-            rank: this rank.
-            world: number of ranks.
-            step: first step.
+        All ranks draw one weighted sample, `size` clips a step, with the same seed, and each takes its part of it.
         """
-        clips = range(len(self._weights))
-        drawn = DistributedWeightedSampler(clips, self._weights, len(clips) // size * size, True, world, rank)
+        clips = range(len(self.weights))
+        drawn = DistributedWeightedSampler(clips, self.weights, len(clips) // size * size, True, world, rank)
         # All clips cost the same, so every epoch has the same number of rows.
         sampler = DynamicBatchSampler(
             clips, size // world, sampler=drawn, num_replicas=world, rank=rank, cost=lambda _: 1, drop_last=True
@@ -127,6 +95,23 @@ class Pool:
         return *clips, self.cameras[scene, target], self.captions[scene]
 
 
+def encode_scenes(codec: AutoencoderKLWan, split: str, scenes: range) -> dict[str, Tensor]:
+    """Return the clips of these scenes.
+
+    "latents" are (scenes, 20, C, F, H, W), fp16 to save memory, "cameras" (scenes, 20, F, 12) fp32 relative to the
+    start pose as each source labels them, "captions" (scenes,) indices into CAPTIONS.
+    """
+    latents, cameras, captions = [], [], []
+    for number in scenes:
+        wide, narrow, labelled = (make_scene(spec, split, number) for spec in (WIDE, NARROW, LABELLED))
+        presets = list(range(len(PRESETS)))
+        videos = torch.cat([render_views(WIDE, [wide], presets), render_views(NARROW, [narrow], presets)])
+        latents.append(encode(codec, videos).half())
+        cameras.append(torch.cat([scene_cameras(wide, codec), scene_cameras(labelled, codec)]))
+        captions.append(CAPTIONS.index(caption(videos[0])))
+    return {"latents": torch.stack(latents), "cameras": torch.stack(cameras), "captions": torch.tensor(captions)}
+
+
 def build_model(args: argparse.Namespace, channels: int, text_dim: int) -> ReCamTransformer3DModel:
     return ReCamTransformer3DModel(
         patch_size=(1, args.patch, args.patch),
@@ -142,15 +127,6 @@ def build_model(args: argparse.Namespace, channels: int, text_dim: int) -> ReCam
         qk_norm="rms_norm_across_heads",
         rope_max_seq_len=64,
     )
-
-
-def initial_model(args: argparse.Namespace, channels: int, text_dim: int) -> ReCamTransformer3DModel:
-    model = build_model(args, channels, text_dim)
-    if args.init is not None:
-        model.load_state_dict(
-            load_transformer(ReCamTransformer3DModel, args.init / "transformer", torch.float32).state_dict()
-        )
-    return model
 
 
 def parse() -> argparse.Namespace:
@@ -219,7 +195,11 @@ def main() -> None:
         text_encoder, tokenizer = build_text_encoder()
         text = encode_captions(text_encoder, tokenizer)
         pool = load_pool(codec, args, rank, world)
-        training = ModelTraining(initial_model(args, codec.config.z_dim, text.shape[-1]), args)
+        model = build_model(args, codec.config.z_dim, text.shape[-1])
+        if args.init is not None:
+            loaded = load_transformer(ReCamTransformer3DModel, args.init / "transformer", torch.float32)
+            model.load_state_dict(loaded.state_dict())
+        training = ModelTraining(model, args)
         probes = {"sure": Probe(codec, SURE), "unsure": Probe(codec, UNSURE)} if rank == 0 else {}
         train(training, pool, text, probes, rank, world)
         if rank == 0:
@@ -253,11 +233,12 @@ def load_pool(codec: AutoencoderKLWan, args: argparse.Namespace, rank: int, worl
     files = [args.work / f"pool_{args.scenes}_{part}_of_{world}.pt" for part in range(world)]
     if not files[rank].exists():
         began = time.time()
-        Pool.encode(codec, "pretrain", range(rank, args.scenes, world)).save(files[rank])
+        save_tensors(files[rank], encode_scenes(codec, "pretrain", range(rank, args.scenes, world)))
         print(f"rank {rank}: scenes encoded in {time.time() - began:.0f} s", flush=True)
     if world > 1:
         dist.barrier()
-    return Pool.load(files)
+    parts = [torch.load(file, weights_only=True) for file in files]
+    return Pool(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
 
 def report(training: ModelTraining, probes: dict[str, Probe], text: Tensor, loss: Tensor) -> None:

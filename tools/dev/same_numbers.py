@@ -10,17 +10,15 @@ of the last checkpoint and of the adapter. One line a run. Exit code: 0 when all
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
-import math
 import os
 import re
 import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script 
 
 import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
 
-import torch
 from safetensors.torch import load_file
 
-from tools.common import launcher
+from tools.common import launcher, make_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / ".work" / "same_numbers"
@@ -43,23 +40,14 @@ FIRST = "first"  # folder of a run as it was before it was resumed
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One run to compare.
+    """One run to compare."""
 
-    Attributes:
-        name: name of its folder.
-        recipe: recipe of `config/grpo.py`.
-        ranks: processes.
-        overrides: `section.knob=value`.
-        model: kind of a random model that the run loads, "" for the recipe's own.
-        resumed: changes with which the run is resumed once it has ended.
-    """
-
-    name: str
-    recipe: str
+    name: str  # of its folder
+    recipe: str  # of `config/grpo.py`
     ranks: int
-    overrides: tuple[str, ...]
-    model: str = ""
-    resumed: tuple[str, ...] = ()
+    overrides: tuple[str, ...]  # `section.knob=value`
+    model: str = ""  # kind of a random model that the run loads, "" for the recipe's own
+    resumed: tuple[str, ...] = ()  # changes with which the run is resumed once it has ended
 
 
 RANDOM_MODEL = "--heads 2 --head-dim 16 --layers 2 --ffn 64 --text-dim 32 --dtype fp32 --codec small"
@@ -138,7 +126,7 @@ CASES = (
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--ref", default="HEAD", help="commit to compare with (default: HEAD)")
     parser.add_argument("--only", default="", help=f"some of {','.join(case.name for case in CASES)}")
     asked = parser.parse_args(words)
@@ -170,17 +158,9 @@ def checked_out(ref: str) -> Path:
 
 
 def run(case: Case, tree: Path, results: Path, *, keep: bool, begun: Path | None = None) -> Path:
-    """Run a case with a tree's code, or take the result that is there; return the folder that holds it.
+    """Run a case with a tree's code, or with `keep` take the result that is there; return its folder in `results`.
 
-    Args:
-        case: what to run.
-        tree: whose code.
-        results: holds a folder a case.
-        keep: take a result that is there.
-        begun: a result of the same case, whose first part is resumed in place of one of this tree's own.
-
-    Raises:
-        SystemExit: the run failed; its output is shown.
+    `begun` is a result of the same case, whose first part is resumed in place of one of this tree's own.
     """
     folder = results / case.name
     if keep and (folder / "output.txt").is_file():
@@ -220,16 +200,19 @@ def _call(case: Case, tree: Path, command: Sequence[str]) -> str:
 
 def differences(there: Path, here: Path) -> list[str]:
     """Return what differs between two runs of a case, in a few words each."""
-    found = _differing("metrics", metrics(there / "run"), metrics(here / "run"))
-    found += _differing("tensors", tensors(there / "run"), tensors(here / "run"))
-    lines = Counter(debug_lines(there)), Counter(debug_lines(here))
+    found = differing("metrics", metrics(there / "run"), metrics(here / "run"))
+    found += differing("tensors", tensors(there / "run"), tensors(here / "run"))
+    lines = []
+    for folder in (there, here):
+        text = (folder / "output.txt").read_text(encoding="utf-8").replace(str(folder), "")
+        lines.append(Counter(line.strip() for line in text.splitlines() if DEBUG_LINE.search(line)))
     if lines[0] != lines[1]:
         other = [*(lines[0] - lines[1]), *(lines[1] - lines[0])]
         found.append(f"{len(other)} debug lines differ, such as {other[0]!r}")
     return found
 
 
-def metrics(run_folder: Path) -> dict[str, float]:
+def metrics(run_folder: Path) -> dict[str, float | None]:
     """Return every deterministic metric of a run (no times or memory), by name and row among those that have any."""
     rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     found = [{name: value for name, value in row.items() if not MEASURED.search(name)} for row in rows]
@@ -237,31 +220,23 @@ def metrics(run_folder: Path) -> dict[str, float]:
     return {f"row {number}: {name}": value for number, row in enumerate(kept) for name, value in row.items()}
 
 
-def tensors(run_folder: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor of a run's newest checkpoint and of its adapter, by its file and name."""
+def tensors(run_folder: Path) -> dict[str, tuple[object, ...]]:
+    """Return dtype, shape and bytes of every tensor of a run's newest checkpoint and adapter, by file and name."""
     newest = max((run_folder / "checkpoints").iterdir())
     files = sorted([*newest.rglob("*.safetensors"), *(run_folder / "adapter").rglob("*.safetensors")])
     return {
-        f"{file.parent.name}/{file.name}: {name}": tensor for file in files for name, tensor in load_file(file).items()
+        f"{file.parent.name}/{file.name}: {name}": (tensor.dtype, tensor.shape, tensor.numpy().tobytes())
+        for file in files
+        for name, tensor in load_file(file).items()
     }
 
 
-def debug_lines(folder: Path) -> Iterable[str]:
-    lines = (folder / "output.txt").read_text(encoding="utf-8").replace(str(folder), "").splitlines()
-    return [line.strip() for line in lines if DEBUG_LINE.search(line)]
-
-
-def _differing(what: str, there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    names = [name for name in there if name in here and not _same(there[name], here[name])]
+def differing(what: str, there: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """Return in a few words which values of two runs differ, and which only one of them has."""
+    names = [name for name in there if name in here and there[name] != here[name]]
     missing = sorted(set(there) ^ set(here))
     found = [f"{len(names)} of {len(there)} {what} differ, first {names[0]}"] if names else []
     return found + ([f"{len(missing)} {what} on one side only, such as {missing[0]}"] if missing else [])
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()
-    return a == b or (isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b))
 
 
 def _git(*words: str) -> str:

@@ -39,6 +39,8 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script from anywhere
 
 from tools.common import fail, launcher, make_parser
+from tools.dev.same_numbers import differing, metrics
+from tools.run_folder import read_run
 
 ROOT = Path(__file__).resolve().parents[2]
 INSIDE = ("nan", "reward", "slow")
@@ -204,15 +206,15 @@ class Soak:
         begun = time.monotonic()
         started = self.start("peace", "none")
         assert started.done, f"the undisturbed run failed: {started}, see {self.args.out}/peace.log"
-        seconds = [row.get("time/epoch_s", 0.0) for row in metrics(self.folder("peace").parent)]
+        seconds = read_run(self.folder("peace").parent, live=True).values("time/epoch_s")
         self.epoch_s = max(0.5, sum(seconds) / self.args.epochs)
         self.startup_s = max(5.0, time.monotonic() - begun - sum(seconds))
         self.note({"run": "peace", "epoch_s": round(self.epoch_s, 2), "startup_s": round(self.startup_s, 1)})
 
     def trouble(self, number: int) -> dict[str, Any]:
-        """Train one run, restarted after every fault until it is complete, and compare it with the undisturbed run.
+        """Train one run, restarted after every fault until it is complete; return a record of it.
 
-        Returns a record of the starts and faults; the run's folder is deleted if the weights are equal.
+        It is compared with the undisturbed run, and its folder is deleted if it is equal.
         """
         name, starts, same = f"trouble_{number}", [], ""
         while not starts or not starts[-1].done:
@@ -244,29 +246,15 @@ class Soak:
             file.write(line + "\n")
 
 
-def metrics(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def difference(one: Path, other: Path) -> str:
-    """Return the first difference of two finished runs in newest checkpoint, adapter or metrics except times, or ""."""
+    """Return how two finished runs differ in newest checkpoint, adapter or metrics except times, "" if they do not."""
     newest = [max((run / "checkpoints").glob("checkpoint_*")) for run in (one, other)]
     for first, second in (newest, (one / "adapter", other / "adapter")):
         for name in sorted({file.name for folder in (first, second) for file in folder.glob("*.safetensors")}):
             files = first / name, second / name
             if not all(file.is_file() for file in files) or files[0].read_bytes() != files[1].read_bytes():
                 return f"{first.parent.name if first in newest else first.name}/{name}"
-    rows = [_numbers(metrics(run)) for run in (one, other)]
-    for first, second in zip(*rows, strict=False):
-        if first != second:
-            return f"metrics of step {first['step']}: {sorted(n for n in first if first[n] != second.get(n))[:3]}"
-    return "" if len(rows[0]) == len(rows[1]) else f"{len(rows[0])} rows of metrics and {len(rows[1])}"
-
-
-def _numbers(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Return the rows without times; every start has rows of times alone, which are left out."""
-    found = [{n: value for n, value in row.items() if not n.startswith(("time/", "system/"))} for row in rows]
-    return [row for row in found if len(row) > 1]
+    return "; ".join(differing("metrics", metrics(one), metrics(other)))
 
 
 def options() -> argparse.ArgumentParser:

@@ -39,10 +39,10 @@ class Use:
     keywords: tuple[str, ...] = ()
 
 
-def uses(files: Sequence[Path], root: Path) -> list[Use]:
-    """Return every use in the files, in order, with places relative to `root`."""
+def uses(sources: Sequence[Path], root: Path) -> list[Use]:
+    """Return every use in files and below folders, in order, with places relative to `root`."""
     found = []
-    for file in files:
+    for file in (file for source in sources for file in ([source] if source.suffix else sorted(source.rglob("*.py")))):
         text = file.read_text(encoding="utf-8")
         if not any(word in text for word in _WORDS):
             continue
@@ -55,14 +55,13 @@ def uses(files: Sequence[Path], root: Path) -> list[Use]:
 
 
 def check_names(wheel: Wheel, found: Sequence[Use]) -> list[UnknownName]:
+    """Return one finding per name and call signature, and one of the process group backend."""
     calls = {(use.name, use.arguments, use.keywords): use for use in reversed(found)}
-    return [_check(wheel, use) for use in reversed(calls.values())]
-
-
-def check_backend(wheel: Wheel) -> UnknownName:
-    if wheel.registers_backend(BACKEND):
-        return UnknownName("name", "ok", BACKEND, "registered as a process group backend")
-    return UnknownName("name", "fail", BACKEND, "no such process group backend: change `process_group_backend`")
+    backend = UnknownName("name", "ok", BACKEND, "registered as a process group backend")
+    if not wheel.calls("register_backend", BACKEND):
+        text = "no such process group backend: change `process_group_backend`"
+        backend = dataclasses.replace(backend, status="fail", text=text)
+    return [*(_check(wheel, use) for use in reversed(calls.values())), backend]
 
 
 def check_environment(wheel: Wheel, variables: Sequence[str]) -> list[UnknownName]:

@@ -124,11 +124,7 @@ class _Attention(TorchFunctionMode):
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record) -> Any:
-    """Run one operator on the CPU tensors behind its arguments, and record it if it involves the fake device.
-
-    Raises:
-        RuntimeError: it mixes device tensors with CPU tensors that are not scalars.
-    """
+    """Run one operator on the CPU tensors behind its arguments, and record it if it involves the fake device."""
     leaves = tree_leaves((args, kwargs))
     elsewhere = any(isinstance(leaf, Tensor) and not isinstance(leaf, DeviceTensor) and leaf.dim() for leaf in leaves)
     if elsewhere and any(isinstance(leaf, DeviceTensor) for leaf in leaves) and _name(func) not in MIXED:
@@ -161,11 +157,7 @@ def _name(func: Any) -> str:
 
 @contextlib.contextmanager
 def recording() -> Iterator[Record]:
-    """Context in which `torch.device("npu", 0)` is a recording fake; use the process for nothing else afterwards.
-
-    Raises:
-        ValueError: the real torch_npu is loaded.
-    """
+    """Context in which `torch.device("npu", 0)` is a recording fake; use the process for nothing else afterwards."""
     if hasattr(torch, "npu"):
         raise ValueError(
             "torch_npu is loaded in this process, so its device cannot be faked; unset TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -197,42 +189,28 @@ def _fake_module() -> Any:
     return types.SimpleNamespace(**functions, config=types.SimpleNamespace(), conv=types.SimpleNamespace())
 
 
-def training_step(folder: Path) -> Record:
-    """Train the tiny model for one epoch on the fake device, with evaluation and checkpoint; writes to `folder`."""
+def observe() -> Record:
+    """Train the tiny model for one epoch on the fake device, with evaluation and checkpoint, and return what ran."""
     device_api.hide_plug_in("the audit fakes its device")
     # Here, because they load every model library, which the other checks do not need.
     from flow_grpo.run.assemble import assemble
     from flow_grpo.run.command_line import read_command_line
     from flow_grpo.runtime.ranks.start_up import set_up_rank
 
-    places = {
-        "model.path": ROOT / "assets" / "tiny_recam",
-        "data.root": folder / "world",
-        "output_root": folder,
-        "run_name": "audit",
-    }
-    words = ["--config", f"{ROOT}/config/grpo.py:tiny_recam"]
-    words += [f"--config.{name}={value}" for name, value in {**SMALL, **places}.items()]
-    config, spec = read_command_line(words)
-    with recording() as record:
-        device, world = set_up_rank(config)
-        trainer = assemble(config, spec, device, world)
-        with trainer.progress:
-            trainer.evaluate_before()
-            trainer.train_epoch(0)
-        trainer.save()
-        trainer.tracker.close()
-    return record
-
-
-def observe() -> Record:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-        return training_step(Path(folder))
-
-
-def check_operators(operators: Mapping[str, int], registered: Collection[str]) -> list[UnknownName]:
-    """Return one finding per operator: it has an NPU kernel, decomposes into others, or falls back to the CPU."""
-    return [_check(name, registered) for name in sorted(operators)]
+        places = {"model.path": ROOT / "assets" / "tiny_recam", "data.root": f"{folder}/world", "output_root": folder}
+        knobs = SMALL | places | {"run_name": "audit"}
+        words = ["--config", f"{ROOT}/config/grpo.py:tiny_recam"]
+        config, spec = read_command_line([*words, *(f"--config.{name}={value}" for name, value in knobs.items())])
+        with recording() as record:
+            device, world = set_up_rank(config)
+            trainer = assemble(config, spec, device, world)
+            with trainer.progress:
+                trainer.evaluate_before()
+                trainer.train_epoch(0)
+            trainer.save()
+            trainer.tracker.close()
+    return record
 
 
 def check_dtypes(wide: Mapping[tuple[str, torch.dtype], int]) -> list[UnknownName]:
@@ -246,7 +224,8 @@ def check_dtypes(wide: Mapping[tuple[str, torch.dtype], int]) -> list[UnknownNam
     ]
 
 
-def _check(name: str, registered: Collection[str]) -> UnknownName:
+def check_operator(name: str, registered: Collection[str]) -> UnknownName:
+    """Return whether an operator has an NPU kernel, decomposes into others, or falls back to the CPU."""
     if name in registered:
         return UnknownName("operator", "ok", name, REGISTERED)
     if _has_kernel(name, "CompositeImplicitAutograd") or _has_kernel(name, "CompositeExplicitAutograd"):

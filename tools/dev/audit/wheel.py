@@ -49,11 +49,7 @@ class Wheel:
 
     @functools.cached_property
     def operators(self) -> frozenset[str]:
-        """Names of the ATen operators with an NPU kernel, such as "add.Tensor"; "add" is the default overload.
-
-        Raises:
-            UnreadableWheelError: the wheel ships no operator list.
-        """
+        """Names of the ATen operators with an NPU kernel, such as "add.Tensor"; "add" is the default overload."""
         lists = sorted(file for file in self._files if OPERATOR_LISTS.fullmatch(file))
         found = frozenset(name for file in lists for name in _supported(self._text(file)))
         if not found:
@@ -63,13 +59,10 @@ class Wheel:
     def mentions(self, text: str) -> bool:
         return any(text.encode() in binary for binary in self._binaries)
 
-    def registers_backend(self, name: str) -> bool:
-        return self._calls("register_backend", name)
-
     def find(self, dotted: str) -> Definition | None:
         """Resolve a name such as "torch.npu.set_device" or "torch_npu.profiler"; None if it does not exist."""
         if dotted.split(".")[:2] == ["torch", "npu"]:
-            if not self._calls("_register_device_module", "npu"):
+            if not self.calls("_register_device_module", "npu"):
                 return None
             dotted = dotted.replace("torch.npu", f"{ROOT}.npu", 1)
         first, *rest = dotted.split(".")
@@ -97,7 +90,7 @@ class Wheel:
         return self._archive.read(file).decode("utf-8")
 
     @functools.cache  # noqa: B019
-    def _calls(self, function: str, first_argument: str) -> bool:
+    def calls(self, function: str, first_argument: str) -> bool:
         pattern = re.compile(rf"""\b{function}\(\s*["']{first_argument}["']""")
         return any(pattern.search(self._text(file)) for file in self._sources.values())
 
