@@ -48,10 +48,9 @@ from tools.generation.records import AFTER, BEFORE
 from tools.published.davis import DAVIS_2016, prepare_davis
 from tools.published.redirect4d import FRAMES, case_name, prepare_redirect4d
 from tools.published.claims import PRINTED
-from tools.published.plan import SCRIPT, VIDEOS, BenchmarkPlan, read_plan, write_plan
+from tools.published.plan import SCRIPT, VIDEOS, BenchmarkPlan, find_tasks, read_plan, write_plan
 from tools.published.report import report
 from tools.published.results import met3r_values, vbench_scores, vipe_files, vipe_poses
-from tools.published.tasks import find_tasks
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -10,9 +10,7 @@ from collections.abc import Sequence
 def make_parser(doc: str | None, *, recipe: bool = False) -> argparse.ArgumentParser:
     """Return a parser whose help is the command's module docstring, unwrapped.
 
-    Args:
-        doc: the docstring.
-        recipe: add a required --config FILE:RECIPE; the recipe's overrides are what `parse_known_args` leaves over.
+    With `recipe` it has a required --config FILE:RECIPE, whose overrides are what `parse_known_args` leaves over.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if recipe:

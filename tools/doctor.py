@@ -84,11 +84,7 @@ def stdout_to_stderr() -> Iterator[None]:
 
 
 def examine(config: Config, spec: str, device: torch.device, world: World) -> list[Finding]:
-    """Build a run and return its findings, the same on every rank. Collective call.
-
-    Raises:
-        ValueError: on every rank, for a setting or file with which nothing can be built.
-    """
+    """Build a run and return its findings, or raise ValueError, the same on every rank. Collective call."""
     short = shortened(config, world.data.size)
     with tempfile.TemporaryDirectory(prefix="flow_grpo_doctor_") as folder:
         try:

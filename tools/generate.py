@@ -202,12 +202,7 @@ def check_size(args: argparse.Namespace) -> None:
 
 
 def plan(args: argparse.Namespace) -> tuple[ConditionDataset, list[VideoRequest]]:
-    """Return the dataset of sources x cameras, or of prompts, and one request per item.
-
-    Raises:
-        ValueError: an unusable source, camera or prompt, or an output in the way.
-        OSError: an output folder that is not writable.
-    """
+    """Return the dataset of sources x cameras, or of prompts, and one request per item."""
     dataset, requests = plan_prompts(args) if args.prompts else plan_films(args)
     check_outputs(requests, args.overwrite)
     for folder in {request.folder for request in requests}:

@@ -51,11 +51,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def dashboard(names: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the sections of a workspace: "name", "open", and "panels" with "title", "x" and "metrics".
-
-    Args:
-        names: metrics as logged; those that are not registered are left out.
-    """
+    """Return the sections of a workspace, of metrics as logged; those that are not registered are left out."""
     places: dict[str, dict[str, list[str]]] = {section: {} for section in (*OPEN, *SECTIONS)}
     for name in sorted(names):
         metric = metric_of(name)

@@ -49,11 +49,8 @@ def convert_checkpoint(
 ) -> int:
     """Convert, report what was written, and return the exit code: 0, or 2 after one line that says what is wrong.
 
-    Args:
-        args: the command line.
-        check: raises ValueError unless its options fit each other.
-        forward: writes the model folder, without --back.
-        back: writes the published layout, with --back; both return the lines to print.
+    `check` raises ValueError unless the options fit each other. `forward` writes the model folder, and with --back
+    `back` the published layout; both return the lines to print.
     """
     try:
         check(args)
@@ -93,15 +90,9 @@ def write_folder(
     parts: Sequence[str],
     index: Mapping[str, Any],
 ) -> None:
-    """Write --out: the transformer, and beside it the components of --wan, copied or linked; complete or absent.
+    """Write --out: the transformer, and beside it the `parts` of --wan, copied or linked; complete or absent.
 
-    Args:
-        args: the command line.
-        model: the transformer, of which configuration and class are taken.
-        state: its weights.
-        dtypes: dtype of each.
-        parts: names of the components; none for the transformer alone.
-        index: what model_index.json says if --wan has none.
+    Of `model` configuration and class are taken. `index` is what model_index.json says if --wan has none.
     """
     with atomic_path(args.out) as partial:
         (partial / "transformer").mkdir(parents=True)

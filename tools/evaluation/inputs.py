@@ -54,9 +54,7 @@ class EvaluationTask:
 def find_tasks(folder: Path, cameras: Path, focal_px: float | None) -> list[EvaluationTask]:
     """Return the videos below a folder, sorted by name, each with its path; `focal_px` is of those without their own.
 
-    Raises:
-        ValueError: no folder or no videos, an unreadable camera file, a video without cameras or whose frame count
-            differs from its number of matrices, matrices that are not rigid, or no focal length above 0.
+    ValueError for anything missing, matrices that are not rigid, or another number of them than of frames.
     """
     if not folder.is_dir():
         raise ValueError(f"--videos {folder} is no folder, must hold videos ending in {', '.join(VIDEO_ENDINGS)}")
@@ -74,11 +72,7 @@ def find_tasks(folder: Path, cameras: Path, focal_px: float | None) -> list[Eval
 def find_generated(folder: Path, focal_px: float | None) -> tuple[list[EvaluationTask], list[EvaluationTask]]:
     """Return the videos below a folder that tools/generate.py made, and those of them made before training.
 
-    Both carry the same names. `focal_px` is of videos whose record has none.
-
-    Raises:
-        ValueError: no such video, one is missing, too small or has another number of frames, or its focal length is
-            not known.
+    Both carry the same names. `focal_px` is of videos whose record has none. ValueError for an unusable one.
     """
     after, before = [], []
     for file in sorted(folder.rglob(f"*{RECORD}")):
@@ -91,12 +85,8 @@ def find_generated(folder: Path, focal_px: float | None) -> tuple[list[Evaluatio
         if record.get("poses") is None:
             raise ValueError(f"{place} has no poses: no camera was commanded, so none can be measured; watch the video")
         poses = _read_matrices(record["poses"], place)
-        # Records of earlier versions have no camera_name.
-        kind, source, focal = (
-            record.get("camera_name", record.get("camera")),
-            record.get("source"),
-            record.get("focal_px"),
-        )
+        kind = record.get("camera_name", record.get("camera"))  # records of earlier versions have no camera_name
+        source, focal = record.get("source"), record.get("focal_px")
         if not isinstance(kind, str) or not isinstance(source, str):
             raise ValueError(f"{place} names no camera or no source; generate the video again")
         focal = _focal(focal_px, "--focal-px") if focal is None else _focal(focal, f"{place}: focal_px")

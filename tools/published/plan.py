@@ -1,26 +1,33 @@
-"""The plan of a benchmark's folder: which video follows which camera path, and the commands that generate them."""
+"""The plan of a benchmark's folder: which video follows which camera path, how it is generated, and which are there."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from flow_grpo.data.trajectories import read_path
+from flow_grpo.data.video_io import video_size
 from flow_grpo.maths.poses import relative
 from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.runtime.json_files import read_json_object
 from flow_grpo.runtime.video_file import write_video
-from tools.generation.records import BESIDE
+from tools.evaluation.inputs import EvaluationTask
+from tools.generation.records import AFTER, BESIDE, RECORD, VIDEO_NAMES, read_record
 
 PLAN, SCRIPT, VIDEOS, SOURCES, CAMERAS = "benchmark.json", "generate.sh", "videos", "sources", "cameras"
 GENERATE = Path(__file__).resolve().parents[1] / "generate.py"
+SAME = ("model", "adapter", "steps", "shift", "guidance", "seed", "dtype")  # options that all videos must share
+CLOSE = 1e-6  # metres, and entries of a rotation: a record's poses are those of the plan
 HEAD = """#!/bin/sh
 # Generates the videos of a benchmark: sh generate.sh OPTIONS, with OPTIONS of tools/generate.py such as --run
 # outputs/first, or --model FOLDER --adapter FOLDER. What is complete is left as it is. Lines may run side by side.
@@ -100,3 +107,52 @@ def read_plan(out: Path) -> BenchmarkPlan:
         return BenchmarkPlan(**content | {"items": items, "size": tuple(content["size"])})
     except (KeyError, TypeError) as error:
         raise ValueError(f"{file} is no plan of a benchmark ({error}); {way_out}") from error
+
+
+def find_tasks(
+    out: Path, plan: BenchmarkPlan, folder: Path, ending: str, focal_px: float | None
+) -> list[EvaluationTask]:
+    """Return the videos of a plan that are there, in its order, as the evaluation takes them.
+
+    Args:
+        out: folder of the benchmark.
+        plan: its plan.
+        folder: folder of the videos.
+        ending: of their files after the name, such as ".mp4".
+        focal_px: focal length of videos whose own is not known; NaN in the task if there is neither.
+
+    Raises:
+        ValueError: no video, one that is not in the plan, of another length, along another path, or made with other
+            settings than the first.
+    """
+    known = {f"{item.name}{end}" for item in plan.items for end in VIDEO_NAMES}
+    strange = sorted(file.name for file in folder.glob(f"*{AFTER}") if file.name not in known)
+    if strange:
+        raise ValueError(f"video {strange[0]} in {folder} is not in the list of {out}; move it away or rename it")
+    items = [item for item in plan.items if (folder / f"{item.name}{ending}").is_file()]
+    if not items:
+        raise ValueError(f"{folder} has none of the {len(plan.items)} videos, such as {plan.items[0].name}{ending}")
+    records = {item.name: read_record(folder / f"{item.name}{RECORD}") for item in items}
+    made = {name: record for name, record in records.items() if record}
+    for name, record in made.items():
+        first = next(iter(made.values()))
+        for option in SAME:
+            if record.get(option) != first.get(option):
+                raise ValueError(
+                    f"video {name} was made with {option} {record.get(option)!r}, others with {first.get(option)!r}, "
+                    "must be the same; generate it again"
+                )
+    return [_task(out, item, folder / f"{item.name}{ending}", records[item.name] or {}, focal_px) for item in items]
+
+
+def _task(out: Path, item: Item, file: Path, record: Mapping[str, Any], focal_px: float | None) -> EvaluationTask:
+    frames = video_size(file)[0]
+    if frames != item.frames:
+        raise ValueError(f"video {file} has {frames} frames, must have {item.frames}; generate it again")
+    commanded = read_path(out / item.path, item.frames)  # as tools/generate.py reads it
+    if record:
+        poses = torch.tensor(record["poses"], dtype=torch.float64)
+        if poses.shape != commanded.shape or (poses - commanded).abs().max() > CLOSE:
+            raise ValueError(f"video {file} was generated along another path than {item.path}; generate it again")
+    focal = item.focal_px or record.get("focal_px") or focal_px or math.nan
+    return EvaluationTask(file, item.name, commanded, item.camera, item.source, focal)

@@ -78,9 +78,6 @@ def target_path(content: dict[str, Any], frames: int, file: Path) -> Tensor:
 
     `camera_path` holds a world-to-camera matrix a frame; a longer one is cut, of a shorter one the last pose stays.
     Without it the path runs through `keyframes`, from the identity at frame 0 unless there is a keyframe.
-
-    Raises:
-        ValueError: neither is there, or numbers that are no poses.
     """
     try:
         if content.get("camera_path"):

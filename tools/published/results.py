@@ -30,13 +30,7 @@ def vipe_files(folder: Path) -> dict[str, list[Path]]:
 def vipe_poses(files: Mapping[str, Sequence[Path]], names: Sequence[str], frames: int) -> Tensor | None:
     """Return the poses (frames, 4, 4) float64, camera-to-world, that ViPE found in a video; None without its file.
 
-    Args:
-        files: files of `vipe_files`.
-        names: names of the video, in any of its spellings.
-        frames: number of frames of the video.
-
-    Raises:
-        ValueError: several files, a damaged one, or one of another number of frames.
+    `names` are those of the video in any spelling. ValueError for several files, or an unusable one.
     """
     found = [file for name in names for file in files.get(name, ())]
     if not found:

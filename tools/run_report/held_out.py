@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from flow_grpo.judging import verdict
 from flow_grpo.judging.verdict import TRUE_VIEW, abridged, word_of
@@ -13,7 +14,7 @@ from flow_grpo.reporting.drawing.plots import worth_a_panel
 from flow_grpo.reporting.metric_names import metric_of
 from flow_grpo.settings.checks import largest_weights
 from tools.run_folder import Run
-from tools.run_report.words import changed, pair, signed, span, tidy
+from tools.run_report.words import changed, number, pair, signed, span, tidy
 
 NO_VERDICT = "no verdict"
 
@@ -105,6 +106,37 @@ def camera_changes(run: Run, name: str) -> list[Change]:
             ends = before, after, change if math.isfinite(change) else after - before, low, high
             found.append(_made(run, name, camera, ends, floor=math.nan, group=name))
     return found
+
+
+def side_by_side(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the table of the runs that were measured as the first one with a summary was, for the template.
+
+    Its rows are (metric, unit, one (value after training, change) per run, None where a run does not measure it).
+    """
+    first = next((run for run in runs if run.summary), None)
+    if first is None or first.summary is None:
+        why = "No run has a summary.json, so none says how it was measured: there is no table."
+        return {"runs": [], "rows": [], "without": [why]}
+    ours, same, without = first.summary.measured_on, [], []
+    for run in runs:
+        theirs = run.summary.measured_on if run.summary else {}
+        differ = sorted(knob for knob in ours.keys() | theirs.keys() if ours.get(knob) != theirs.get(knob))
+        said = ", ".join(f"{knob} {theirs.get(knob)!r} instead of {ours.get(knob)!r}" for knob in differ)
+        if run.summary is None:
+            without.append(f"{run.name} is left out: it has no summary.json, so it does not say how it was measured.")
+        elif differ:
+            without.append(f"{run.name} is left out: it was measured otherwise than {first.name}, with {said}.")
+        else:
+            same.append(run)
+    measured = [{change.name: change for change in held_out(run)} for run in same]
+    rows = []
+    for name in dict.fromkeys(name for own in measured for name in own):
+        found = [own.get(name) for own in measured]
+        unit = next(change.unit for change in found if change)
+        # All values of a row have the digits that the largest change needs, so that they can be compared.
+        most = max([abs(change.change) for change in found if change and math.isfinite(change.change)], default=0.0)
+        rows.append((name, unit, [(number(one.after, differ=most), one) if one else None for one in found]))
+    return {"runs": [run.name for run in same], "rows": rows, "without": without}
 
 
 def judged(run: Run) -> list[str]:

@@ -20,11 +20,10 @@ from flow_grpo.settings.differences import differences
 from tools.run_folder import Run
 from tools.run_report import words
 from tools.run_report.clips import MOST_BYTES, choose
-from tools.run_report.comparison import compare
 from tools.run_report.configuration import changes, knobs, settings
 from tools.run_report.figures import by_camera, camera_path, curves
 from tools.run_report.health import findings
-from tools.run_report.held_out import camera_changes, direction, held_out, judged, sentence, verdict_word
+from tools.run_report.held_out import camera_changes, direction, held_out, judged, sentence, side_by_side, verdict_word
 from tools.run_report.work import device, figures, phases, versions
 
 HERE = Path(__file__).resolve().parent
@@ -45,7 +44,7 @@ def render(runs: Sequence[Run], asked: str = "") -> str:
     different = differences(*(settings(run) | changes(run) for run in runs)) if len(runs) > 1 else {}
     page = environment.get_template("page.html.j2").render(
         parts=[part(run, f"run {place}", MOST_BYTES // len(runs), asked) for place, run in enumerate(runs)],
-        compared=compare(runs) if len(runs) > 1 else None,
+        compared=side_by_side(runs) if len(runs) > 1 else None,
         different=[(knob, [value or words.NOTHING for value in values]) for knob, values in different.items()],
         first_knobs=FIRST_KNOBS,
         curves=drawn,

@@ -40,19 +40,12 @@ class AdapterSettings:
 
 
 class Adapter:
-    """A published model as a `Scorer`; subclasses implement `load` and `score`.
+    """A published model as a `Scorer`; subclasses implement `load` and `score`."""
 
-    Attributes:
-        module: module to import.
-        install: how to get it.
-        weights: what `--weights` must name.
-        files: files that this folder must hold; none if it is a single file.
-    """
-
-    module: str
-    install: str
-    weights: str
-    files: tuple[str, ...] = ()
+    module: str  # to import
+    install: str  # how to get it
+    weights: str  # what `--weights` must name
+    files: tuple[str, ...] = ()  # that this folder must hold; none if it is a single file
     scores: tuple[str, ...]
     needs: tuple[str, ...] = ()
 

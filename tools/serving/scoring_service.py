@@ -29,19 +29,12 @@ REPLIES_KEPT = 64  # for a client that timed out and asks again, or asks for ano
 
 
 class Scorer(Protocol):
-    """A model that a server hosts.
-
-    Attributes:
-        model: name of the model.
-        version: checksum of its weights, or of its code if it has none.
-        scores: names of the scores that it gives every video.
-        needs: companion videos it looks at: any of "source", "target".
-    """
+    """A model that a server hosts."""
 
     model: str
-    version: str
-    scores: tuple[str, ...]
-    needs: tuple[str, ...]
+    version: str  # checksum of its weights, or of its code if it has none
+    scores: tuple[str, ...]  # names of those that it gives every video
+    needs: tuple[str, ...]  # companion videos it looks at: any of "source", "target"
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> Mapping[str, RewardResult]:
         """Return score name -> result of B rows for fp32 videos (B, 3, T, h, w) in [0, 1]."""
