@@ -69,7 +69,6 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def forward(args: argparse.Namespace) -> list[str]:
-    """Write the model folder and return the lines to print; ValueError, and nothing is written, for unusable input."""
     config, diffusers_layout = read_wan(args.wan)
     model = convert.empty_model(config)
     checkpoint = model_files.read_checkpoint(args.recammaster)

@@ -71,7 +71,6 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def forward(args: argparse.Namespace) -> list[str]:
-    """Write the model folder and return the lines to print; ValueError, and nothing is written, for unusable input."""
     check_components(args.wan, COMPONENTS)
     found = read_json_object(args.base / "config.json", WAY_OUT)
     base = model_files.read_checkpoint(model_files.weights_path(args.base))

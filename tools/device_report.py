@@ -130,7 +130,6 @@ def _read(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def jobs(parts: Sequence[str], videos: Sequence[VideoSize]) -> Iterator[Job]:
-    """Yield the processes to run, the most important first; attention only at the first size of video."""
     networks = [part for part in ("forward", "update", "decode") if part in parts]
     if "matmul" in parts:
         yield Job("matmul")
@@ -213,8 +212,6 @@ def _verdict(report: Report, name: str, figure: str, bound: float, at_least: boo
 
 
 def in_a_process(arguments: Sequence[str]) -> Runner:
-    """Return a runner that starts this program again for every job."""
-
     def run(job: Job, limit: float) -> dict[str, Any]:
         videos = ["--videos", ",".join(map(str, job.videos))] if job.videos else []
         command = [sys.executable, str(Path(__file__).resolve()), "--part", job.part, *videos, *arguments]

@@ -193,7 +193,6 @@ def check_options(args: argparse.Namespace, overrides: Sequence[str]) -> None:
 def generated_tasks(
     args: argparse.Namespace, overrides: Sequence[str]
 ) -> tuple[list[EvaluationTask], list[EvaluationTask]]:
-    """Generate the held-out conditions of --config, or of --run, also before training; ValueError if they cannot be."""
     # Imported here: the estimating processes load this file too and need no model.
     from flow_grpo.run.starts import LEAST_ROWS, configuration_of
     from flow_grpo.settings.loading import load_config
@@ -226,7 +225,6 @@ def command_hash(task: EvaluationTask) -> str:
 
 
 def input_hash(task: EvaluationTask, settings: dict[str, Any]) -> str:
-    """Return a hash of everything a row depends on: the video's bytes, its task and the settings."""
     names = (task.name, task.camera_type, task.source, task.shares_estimator, command_hash(task), settings)
     content = hashlib.blake2b(json.dumps(names).encode(), digest_size=16)
     with task.file.open("rb") as file:
@@ -318,7 +316,6 @@ def _row_file(out: Path, task: EvaluationTask) -> Path:
 
 
 def read_row(out: Path, task: EvaluationTask, key: str) -> Finished | None:
-    """Return an earlier call's result; None if there is none, it is damaged, or its inputs changed."""
     try:
         content = json.loads(_row_file(out, task).read_text(encoding="utf-8"))
         if content["key"] != key:

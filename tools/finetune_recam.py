@@ -352,7 +352,6 @@ class FineTuning:
         self._report({"eval/loss": total / items})
 
     def finish(self) -> None:
-        """Log, save, evaluate, write the model folder and unlock the run's."""
         self.log()
         if self.step % self.args.checkpoint_every:
             self.save()

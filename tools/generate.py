@@ -175,7 +175,6 @@ def check_settings(args: argparse.Namespace) -> Tensor:
 
 
 def check_size(args: argparse.Namespace) -> None:
-    """Raise ValueError for a --model without its parts, or a video size that it cannot make."""
     for part in ("vae", "transformer"):
         if not (args.model / part / "config.json").is_file():
             raise ValueError(
@@ -213,7 +212,6 @@ def plan(args: argparse.Namespace) -> tuple[ConditionDataset, list[VideoRequest]
 
 
 def plan_prompts(args: argparse.Namespace) -> tuple[ConditionDataset, list[VideoRequest]]:
-    """Return the dataset of --prompts and its requests; ValueError for a file that holds none."""
     files = {text: Path(text) for text in args.prompts if text.lower().endswith((".txt", ".csv"))}
     prompts = [prompt for text in args.prompts for prompt in (read_prompts(files[text]) if text in files else [text])]
     dataset = PromptDataset(prompts, (args.frames, args.height, args.width), "--prompts")
@@ -347,7 +345,6 @@ def generate(policy: WanPolicy, condition: Condition, sigmas: Tensor, seed: int)
 def describe(
     args: argparse.Namespace, request: VideoRequest, condition: Condition, device: torch.device
 ) -> dict[str, Any]:
-    """Return a video's record: every option resolved, the poses, and the arguments that reproduce the video."""
     own: dict[str, Any] = {
         "model": args.model.resolve(),
         "adapter": args.adapter and args.adapter.resolve(),

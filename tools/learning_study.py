@@ -174,7 +174,6 @@ def train(name: str, seed: int, out: Path, ranks: int) -> bool:
 
 
 def outcome(run: Run) -> dict[str, Any]:
-    """Return a finished run's curve of evaluations and its changes with their intervals."""
     curve, seconds, forwards = [], 0.0, 0.0
     for step, row in run.rows.items():
         seconds += row.get("time/epoch_s", 0.0)
@@ -200,7 +199,6 @@ def load_records() -> dict[str, list[dict[str, Any]]]:
 
 
 def write_report(records: dict[str, list[dict[str, Any]]]) -> None:
-    """Replace the generated part of the page, and draw the plot."""
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     lines = [BEGIN, "", *table(records), ""]
@@ -231,7 +229,6 @@ def table(records: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def table_by_camera(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """Return Markdown lines: the change of every gold metric per kind of camera, as in `table`."""
     rows = []
     for camera in sorted(runs[0]["change_by_camera"]):
         found = [run["change_by_camera"][camera] for run in runs]

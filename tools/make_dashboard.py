@@ -87,7 +87,6 @@ def _panel_of(name: str) -> str:
 
 
 def _read(place: Path) -> list[dict[str, Any]]:
-    """Return the sections for a run's metrics, or those of a file; ValueError or OSError where there are none."""
     if place.is_dir():
         return dashboard({name for row in read_rows(place / "metrics.jsonl").values() for name in row})
     try:
@@ -98,7 +97,6 @@ def _read(place: Path) -> list[dict[str, Any]]:
 
 
 def _save(sections: Sequence[dict[str, Any]], project: str) -> str:
-    """Save a workspace to wandb and return its address; ValueError where that cannot be."""
     entity, _, name = project.partition("/")
     if not entity or not name:
         raise ValueError(f"--project={project}: must be ENTITY/PROJECT, as in the address of the project's page")

@@ -80,7 +80,6 @@ def _limits(known: argparse.Namespace) -> tuple[float, float]:
 
 
 def beside_run(folder: Path) -> str:
-    """Return a table of what is planned for a run and what its median epoch measured; ValueError for no such run."""
     run = read_run(folder)
     epochs, config, ranks = list(run.epochs.values()), run.config, run.start.ranks
     if not epochs:

@@ -96,7 +96,6 @@ def open_encodings(config: Config, device: torch.device) -> Encodings:
 
 
 def video_tasks(splits: Sequence[VideoDataset], encodings: Encodings) -> Iterator[Encoding]:
-    """Yield one task per distinct source video and size."""
     seen = set()
     for data in splits:
         for index in range(len(data)):

@@ -57,7 +57,6 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def build(args: argparse.Namespace) -> RewardServer:
-    """Return the server that a command line asks for; ValueError for anything missing, OSError for its address."""
     try:
         from tools.serving.http_server import RewardServer
     except ImportError as error:

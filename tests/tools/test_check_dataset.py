@@ -210,19 +210,15 @@ def test_captions_are_all_there_or_nowhere(root):
     }
 
 
-def test_a_caption_without_text_and_one_given_twice_are_named(root):
+def test_captions_without_text_or_given_twice_an_unquoted_comma_and_an_open_quote_are_named(root):
     file = root / SCENE / "metadata.csv"
-    lines = file.read_text().splitlines()
+    good = file.read_text()
+    lines = good.splitlines()
     file.write_text("\n".join([*lines[:1], "cam01.mp4,", *lines[2:], lines[2]]))
     assert problems(root)[f"{SCENE}/metadata.csv"] == [
         "1 rows for cam01.mp4, must be one, with text",
         "2 rows for cam02.mp4, must be one, with text",
     ]
-
-
-def test_a_caption_with_an_unquoted_comma_and_an_open_quote_are_named(root):
-    file = root / SCENE / "metadata.csv"
-    good = file.read_text()
     file.write_text(good.replace("cam01.mp4,", "cam01.mp4,seen from above, "))
     assert problems(root)[f"{SCENE}/metadata.csv"] == [
         f"{SCENE}/metadata.csv: line 2 has more fields than columns; put texts in quotes"

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 
 import train_grpo
-from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.reporting.drawing import plots
 from tests.tiny_models import make_tiny_folder
 from tools import evaluate, export_adapter
@@ -19,18 +18,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> dict[str, str]:
+def run(world, tmp_path_factory) -> dict[str, str]:
     """A finished run of two epochs and a checkpoint after each; returns its knobs."""
     folder = tmp_path_factory.mktemp("export")
-    ensure_tiny_world(folder / "world", "unit_test")
     knobs = {"output_root": folder, "run_name": "run", "model.path": make_tiny_folder(folder / "model")}
-    knobs |= {
-        "data.root": folder / "world",
-        "data.tiny_world": "unit_test",
-        "data.tune_scenes": 0,
-        "device": "cpu",
-        "trackers": "",
-    }
+    knobs |= {"data.root": world, "data.tiny_world": "unit_test", "data.tune_scenes": 0, "device": "cpu"}
+    knobs |= {"trackers": ""}
     knobs |= {"num_epochs": 2, "checkpoint.every": 1, "log_videos_every": 0, "sample.num_steps": 3, "eval.every": 0}
     knobs |= {"sample.sde_steps": "0,1", "sample.k": 4, "sample.train_batch_size": 4, "sample.num_batches_per_epoch": 1}
     knobs |= {"train.batch_size": 4, "train.ema_decay": 0.5, "reward.weights": "motion_mag=1"}

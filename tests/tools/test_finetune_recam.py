@@ -78,19 +78,16 @@ def made(given: list[str], world: World = World()) -> finetune_recam.FineTuning:
 
 
 def test_batches_hold_one_size_and_are_bounded_by_tokens_or_by_items(places, tmp_path) -> None:
-    run = made(words(places, tmp_path))
+    run = made(words(places, tmp_path, "--num-workers", "1", "--prefetch-factor", "3"))
+    assert run.batches._loader.prefetch_factor == 3
     sizes = [{condition.size for condition in batch} for batch in run.batches]
     assert {frozenset(found) for found in sizes} == {frozenset({(5, 24, 32)}), frozenset({(5, 24, 16)})}
     assert sorted(map(len, run.batches)) == [2, 4, 4, 4, 4, 4, 8]
-    fixed = made(words(places, tmp_path, "--no-use-dynamic-batch", "--batch-size", "3"))
-    assert sorted(map(len, fixed.batches)) == [1, 2, *[3] * 9]
-
-
-@pytest.mark.parametrize(("more", "rows"), [([], 6), (["--drop-last"], 5)])
-def test_every_rank_has_the_same_number_of_batches(places, tmp_path, more, rows) -> None:
-    run = made(words(places, tmp_path, "--no-use-dynamic-batch", "--batch-size", "3", *more))
-    plans = [dataclasses.replace(run.batches, world=World.of(Group(rank, 2))).plan for rank in range(2)]
-    assert [len(plan) for plan in plans] == [rows, rows]
+    for more, rows in (([], 6), (["--drop-last"], 5)):
+        fixed = made(words(places, tmp_path, "--no-use-dynamic-batch", "--batch-size", "3", *more))
+        assert sorted(map(len, fixed.batches)) == [1, 2, *[3] * 9]
+        plans = [dataclasses.replace(fixed.batches, world=World.of(Group(rank, 2))).plan for rank in range(2)]
+        assert [len(plan) for plan in plans] == [rows, rows]  # the same number of batches on every rank
 
 
 def test_batches_of_fixed_size_drop_what_takes_them_above_the_token_limit(places, tmp_path) -> None:
@@ -103,11 +100,6 @@ def test_batches_of_fixed_size_drop_what_takes_them_above_the_token_limit(places
     assert finetune_recam.main(given) == 0
     dropped = [len(whole) - len(rest) for whole, rest in zip(planned, kept, strict=True)]
     assert metrics_of(tmp_path / "run", "train/dropped") == dropped[:3] and any(dropped[:3])
-
-
-def test_loader_processes_hold_as_many_batches_ready_as_are_asked_for(places, tmp_path) -> None:
-    run = made(words(places, tmp_path, "--num-workers", "1", "--prefetch-factor", "3"))
-    assert run.batches._loader.prefetch_factor == 3
 
 
 def test_items_are_drawn_by_the_weights_of_a_file(places, tmp_path) -> None:
@@ -143,11 +135,6 @@ def test_an_item_drawn_again_in_an_epoch_gets_other_noise_and_the_first_draw_tha
     assert trained == draws
 
 
-def test_a_number_of_draws_without_weights_is_refused(places, tmp_path, capsys) -> None:
-    assert finetune_recam.main(words(places, tmp_path, "--num-samples", "50")) == 2
-    assert "--num-samples: got 50 without --weights" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -164,12 +151,9 @@ def test_a_file_of_weights_that_cannot_be_used_is_one_line(places, tmp_path, cap
     assert message in capsys.readouterr().err
 
 
-def test_guidance_of_the_recipe_is_not_trained_through(places, tmp_path) -> None:
-    assert made(words(places, tmp_path, sample__guidance_scale=5.0)).policy.guidance.scale == 1.0
-
-
 def test_an_items_loss_does_not_depend_on_its_batch_but_on_seed_and_epoch(places, tmp_path) -> None:
-    run = made(words(places, tmp_path))
+    run = made(words(places, tmp_path, sample__guidance_scale=5.0))
+    assert run.policy.guidance.scale == 1.0  # the recipe's is not trained through
     conditions = [run.batches.dataset.condition(index) for index in (0, 3, 11)]
     together = finetune_recam.flow_losses(run.policy, conditions, 3.0, 42, 0)
     alone = [finetune_recam.flow_losses(run.policy, [one], 3.0, 42, 0) for one in reversed(conditions)]
@@ -328,6 +312,7 @@ def test_two_ranks_train_as_one_process_that_sees_whole_rows(places, tmp_path) -
         (["--epochs", "0"], {}, "--epochs: got 0, must be at least 1"),
         (["--num-workers", "-1"], {}, "--num-workers: got -1, must be at least 0"),
         (["--max-points", "23"], {}, "max_points=23"),
+        (["--num-samples", "50"], {}, "--num-samples: got 50 without --weights"),
         (["--steps", "3"], {}, "--steps"),
         (["--run-name", "", "--resume"], {}, "--config.run_name=NAME"),
         ([], {"data__root": "nowhere"}, "nowhere"),

@@ -85,10 +85,7 @@ def test_a_video_appears_in_the_folder_of_its_source_and_side_by_side_with_it(so
     assert first.startswith(f"1 video(s) of 5x24x32 of each source's first 5 frames: {MODEL}, no adapter, 2 steps,")
     assert f"\nloading {MODEL}\n" in output.out  # the network takes a minute
     assert last == f"too small to measure their cameras: look at {source.parent}/*_beside.mp4"
-
-
-def test_the_side_by_side_video_shows_source_left_and_result_right(source):
-    generated = made(source).float()
+    generated = read_video(source.with_name("room_arc_left-0.5.mp4"), 5).float()
     beside = read_video(source.with_name("room_arc_left-0.5_beside.mp4"), 5).float()
     left, right = (beside[..., 24:264, x : x + 320][..., 5::10, 5::10] for x in (8, 336))
     apart = (left - generated).abs().mean()
@@ -262,11 +259,14 @@ def test_frames_must_fit_a_codec_that_compresses_time(source, tmp_path, capsys):
     assert "must be multiples of 16 and 16 (codec 8, patches 2x2)" in refusal(capsys, words(source, model=tmp_path))
 
 
-def test_existing_results_are_kept_without_overwrite(source, capsys):
+def test_existing_results_are_kept_and_an_unwritable_folder_is_refused_before_sampling(source, capsys):
     file = source.with_name("room_arc_left-0.5.json")
     file.write_text("kept")
     assert "1 of 4 results exist already" in refusal(capsys, words(source))
     assert file.read_text() == "kept"
+    file.unlink()
+    with mock.patch.object(os, "access", return_value=False):  # modes do not stop every user
+        assert "cannot be written to; choose another folder with --out" in refusal(capsys, words(source))
 
 
 def test_a_result_replaces_neither_another_nor_what_it_is_made_from(source, tmp_path, capsys):
@@ -284,11 +284,6 @@ def test_a_result_replaces_neither_another_nor_what_it_is_made_from(source, tmp_
     given = words(source, "--source", twin, "--out", tmp_path / "out")
     assert f"two videos would be written to {tmp_path / 'out' / 'room_arc_left-0.5.mp4'}" in refusal(capsys, given)
     assert not (tmp_path / "out").exists()
-
-
-def test_an_unwritable_folder_is_refused_before_sampling(source, capsys):
-    with mock.patch.object(os, "access", return_value=False):  # modes do not stop every user
-        assert "cannot be written to; choose another folder with --out" in refusal(capsys, words(source))
 
 
 def test_an_adapter_of_another_model_is_one_line(source, tmp_path, capsys):
@@ -331,18 +326,13 @@ def test_a_run_gives_every_setting_and_each_video_is_made_before_and_after(sourc
 
 
 def test_options_that_are_given_win_over_the_run_s(source, tmp_path):
-    run = finished_run(tmp_path / "first", eval__guidance_scale=3, eval__negative_prompt="dark")
-    given = ["--run", str(run), "--source", str(source), "--camera", "tilt_up"]
+    original = {"model__round_timestep": True, "model__vae_tiling": True, "model__vae_tiles": "recammaster"}
+    run = finished_run(tmp_path / "first", eval__guidance_scale=3, eval__negative_prompt="dark", **original)
+    given = ["--run", str(run), "--source", str(source), "--camera", "tilt_up", "--device", "cpu"]
     args = options.parse([*given, "--steps", "3", "--guidance", "1", "--no-before", "--out", "here"], None)
     assert (args.steps, args.guidance, args.before, args.out) == (3, 1.0, False, Path("here"))
     assert (args.negative_prompt, args.adapter, args.width) == ("dark", run / "adapter", 32)
     assert options.parse(given, None).guidance == 3.0
-
-
-def test_rounded_timesteps_and_the_codec_s_tiles_are_the_run_s_unless_others_are_given(source, tmp_path):
-    original = {"model__round_timestep": True, "model__vae_tiling": True, "model__vae_tiles": "recammaster"}
-    run = finished_run(tmp_path / "first", **original)
-    given = ["--run", str(run), "--source", str(source), "--camera", "tilt_up", "--device", "cpu"]
     for more, rounded, tiles in (([], True, " tiled 30x52"), (["--no-round-timestep", "--tiling", "off"], False, "")):
         policies = [made for made, _ in generate.load(options.parse([*given, *more], None)).values()]
         assert {made._round_timestep for made in policies} == {rounded}

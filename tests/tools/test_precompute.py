@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 import train_grpo
 from flow_grpo.data.splits import multicam_data
-from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.models.encoders import codec, texts
 from flow_grpo.models.recam import RECAM
 from flow_grpo.models.wan_policy import WanPolicy
@@ -21,13 +20,6 @@ from tests.workers import run_ranks
 from tools import precompute
 
 RECIPE = ["--config", "config/grpo.py:tiny_recam"]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("world") / "data"
-    ensure_tiny_world(str(root), "unit_test")
-    return root
 
 
 def words(world: Path, cache: Path, *more: str) -> list[str]:
@@ -64,21 +56,14 @@ def test_training_and_evaluation_then_load_no_encoder(world, tmp_path, monkeypat
     monkeypatch.setattr(  # with a placement it reads headers only
         texts, "load_frozen", lambda *parts, **given: headers(*parts, **given) if given else refuse_to_load()
     )
-    run = [
-        "--config.num_epochs=1",
-        "--config.eval.num_conditions=4",
-        "--config.eval.videos=0",
-        "--config.eval.batch_size=4",
-        "--config.eval.num_steps=2",
-        "--config.eval.signal_groups=0",
-        "--config.sample.num_batches_per_epoch=1",
-    ]
-    run += ["--config.sample.train_batch_size=8", "--config.train.batch_size=8", "--config.trackers="]
-    run += [f"--config.output_root={tmp_path}", "--config.run_name=warm", "--config.eval.gold="]
+    small = {"num_conditions": 4, "videos": 0, "batch_size": 4, "num_steps": 2, "signal_groups": 0, "gold": ""}
+    run = ["--config.num_epochs=1", "--config.trackers=", *(f"--config.eval.{k}={v}" for k, v in small.items())]
+    run += ["--config.sample.num_batches_per_epoch=1", "--config.sample.train_batch_size=8"]
+    run += ["--config.train.batch_size=8", f"--config.output_root={tmp_path}", "--config.run_name=warm"]
     assert train_grpo.main(words(world, cache, *run)) == 0
     assert (tmp_path / "warm" / "metrics.jsonl").is_file()
     with pytest.raises(RuntimeError, match="an encoder was loaded"):  # the guard works
-        train_grpo.main(words(world, tmp_path / "empty", *run[:-2], "--config.run_name=cold", "--config.doctor=off"))
+        train_grpo.main(words(world, tmp_path / "empty", *run[:-1], "--config.run_name=cold", "--config.doctor=off"))
 
 
 def test_a_second_call_encodes_only_missing_and_damaged_entries(world, tmp_path, capsys):

@@ -95,21 +95,6 @@ def start(tool: ModuleType, work: Path):
     return run, run.average, lambda: run.advance(pool, next(targets), text, run.model, 0)
 
 
-def test_the_targets_of_a_step_do_not_depend_on_ranks_or_on_where_a_run_began():
-    draw = torch.Generator().manual_seed(1)
-    cameras = torch.randn(5, 20, 5, 12, generator=draw)
-    pool = pretrain_tiny.Pool(torch.zeros(5, 20, 4, 5, 3, 4), cameras, torch.zeros(5).long())
-    alone = list(itertools.islice(pool.targets(10, 0, 1), 25))
-    shared = [list(itertools.islice(pool.targets(10, rank, 2), 25)) for rank in range(2)]
-    assert [len(step) for step in alone] == [10] * 25
-    assert {len(step) for steps in shared for step in steps} == {5}
-    epoch = 100 // 10  # the same draws, dealt to rows in another order
-    for first in range(0, 20, epoch):
-        both = [index for steps in shared for step in steps[first : first + epoch] for index in step]
-        assert sorted(both) == sorted(index for step in alone[first : first + epoch] for index in step)
-    assert list(itertools.islice(pool.targets(10, 0, 1, step=13), 12)) == alone[13:]
-
-
 @pytest.mark.parametrize("tool", [pretrain_codec, pretrain_tiny])
 def test_a_resumed_run_equals_an_uninterrupted_one(tool, tmp_path):
     _, straight, step = start(tool, tmp_path / "none")

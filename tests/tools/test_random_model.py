@@ -37,13 +37,6 @@ def words(out: Path, sizes: Sizes = SMALL, **changes) -> list[str]:
     return ["--out", str(out), *(f"--{name.replace('_', '-')}={value}" for name, value in given.items())]
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("random") / "model"
-    assert random_model.main(words(out)) == 0
-    return out
-
-
 def policy_of(folder: Path, dtype: str = "fp32") -> WanPolicy:
     """Load a folder as the recipe does."""
     knobs = {"path": folder, "dtype": dtype, "max_prompt_tokens": 32}
@@ -162,7 +155,7 @@ def test_without_options_it_is_wan_1_3b():
     assert (codec.config["base_dim"], codec.config["z_dim"]) == (96, 16)
 
 
-def test_output_and_record_state_parameters_and_bytes(tmp_path, capsys):
+def test_output_and_record_state_parameters_and_bytes_of_the_sizes_asked_for(tmp_path, capsys):
     out = tmp_path / "model"
     assert random_model.main(words(out)) == 0
     _, line = capsys.readouterr().out.splitlines()
@@ -175,14 +168,11 @@ def test_output_and_record_state_parameters_and_bytes(tmp_path, capsys):
     assert record["weights"].startswith("random")
     assert record["settings"] == vars(SMALL)
     assert {name: part["parameters"] for name, part in record["parts"].items()} == counts
-
-
-def test_the_folder_has_the_sizes_asked_for(small):
-    configs = {name: json.loads((small / name / "config.json").read_text()) for name in ("transformer", "text_encoder")}
+    configs = {name: json.loads((out / name / "config.json").read_text()) for name in ("transformer", "text_encoder")}
     config = configs["transformer"]
     assert (config["num_attention_heads"], config["attention_head_dim"], config["num_layers"]) == (2, 16, 2)
     assert (config["ffn_dim"], config["text_dim"], configs["text_encoder"]["d_model"]) == (64, 32, 32)
-    stored = load_file(small / "transformer" / "diffusion_pytorch_model.safetensors")
+    stored = load_file(out / "transformer" / "diffusion_pytorch_model.safetensors")
     assert stored["blocks.0.cam_encoder.weight"].dtype == stored["blocks.1.ffn.net.2.weight"].dtype == torch.bfloat16
     assert stored["blocks.0.scale_shift_table"].dtype == torch.float32  # as diffusers keeps it
 
@@ -198,9 +188,10 @@ def test_weights_depend_on_the_seed_only_and_the_global_random_state_is_kept():
         assert any(not torch.equal(mine[name], else_[name]) for name in mine)
 
 
-def test_prompts_of_any_language_stay_distinct(small):
+def test_prompts_of_any_language_stay_distinct(tmp_path):
+    assert random_model.main(words(tmp_path / "model")) == 0
     prompts = ["a room", "A room", "房间", "房子", ""]
-    embeds = policy_of(small).encode(conditions([(prompt, "zoom_in", 0) for prompt in prompts])).prompt_embeds
+    embeds = policy_of(tmp_path / "model").encode(conditions([(prompt, "zoom_in", 0) for prompt in prompts])).prompt_embeds
     for number, one in enumerate(embeds):
         assert one.shape == (32, 32) and one.isfinite().all() and float(one.abs().max()) > 0
         assert all(not torch.allclose(one, other, atol=1e-3) for other in embeds[:number])

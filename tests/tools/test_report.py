@@ -146,10 +146,12 @@ def test_a_finding_is_a_value_outside_of_the_registry_s_bounds(run, healthy, fou
     assert bounded == (healthy is not None)
 
 
-def test_the_configuration_is_shown_where_it_departs_from_the_recipe(tmp_path):
+def test_the_configuration_is_shown_where_it_departs_from_the_recipe_and_a_recipe_that_is_gone_is_named(tmp_path):
     text = page_of(make_run(tmp_path / "other", "--config.train.learning_rate=0.001"))
     assert "Set otherwise than recipe config/grpo.py:tiny_recam says now" in text
     assert re.search(r"train\.learning_rate \S+ 0\.0004 0\.001", text)
+    change(tmp_path / "other/starts/001.json", recipe="mine/gone.py:best")
+    assert "The recipe mine/gone.py:best is not there any more" in page_of(tmp_path / "other")
 
 
 def test_a_reward_that_a_schedule_trains_is_a_trained_one(tmp_path):
@@ -158,11 +160,6 @@ def test_a_reward_that_a_schedule_trains_is_a_trained_one(tmp_path):
     assert deciding(run, ["eval/room_rot", "eval/trans_err_m"]) == ["eval/trans_err_m"]
     assert {change.name: change.group for change in held_out(run)}["eval/room_rot"] == "trained rewards"
     assert "room_rot" in record(run)["rewards"]
-
-
-def test_a_recipe_that_is_gone_is_named(run):
-    change(run / "starts/001.json", recipe="mine/gone.py:best")
-    assert "The recipe mine/gone.py:best is not there any more" in page_of(run)
 
 
 def test_a_recipe_outside_of_config_is_not_run_unless_the_user_names_it(run, tmp_path):
@@ -207,16 +204,12 @@ def test_a_start_whose_epochs_are_not_on_record_changed_nothing(run):
     assert changes(read_run(run)) == {"train.learning_rate": "0.0004 → 0.001 after epoch 10"}
 
 
-def test_a_weight_that_a_resumed_run_changed_is_named_alone(run):
+def test_a_weight_that_a_resumed_run_changed_is_named_alone_and_a_knob_that_was_not_known_is_no_change(run):
     resume(run, 2, 20, {"room_rot": 2.0})
     assert list(changes(read_run(run))) == ["reward.weights.room_rot"]
     resume(run, 2, 20, {"sharpness": 1.0})  # of which start 1 knew nothing
     assert changes(read_run(run))["reward.weights.sharpness"] == "– → 1.0 after epoch 20"
-
-
-def test_a_knob_that_an_earlier_version_did_not_know_is_no_change(run):
-    resume(run, 2, 20)
-    config = json.loads((run / "starts/001.json").read_text())["config"]
+    config = json.loads((run / "starts/002.json").read_text())["config"]
     del config["train"]["learning_rate"]
     change(run / "starts/001.json", config=config | {"gone": {"knob": 3}})
     assert changes(read_run(run)) == {}
@@ -233,12 +226,6 @@ def test_every_start_is_on_the_page_with_commit_and_versions(run):
 # --- videos
 
 
-def test_the_best_the_worst_and_the_latest_held_out_videos_are_shown(run):
-    clips, without = choose(read_run(run))
-    assert [(clip.video.kind, clip.video.step) for clip in clips] == [(k, EPOCHS) for k in ("best", "worst", "eval")]
-    assert not without
-
-
 def test_videos_that_show_before_and_now_come_first(run):
     lines = [json.loads(line) for line in (run / "videos/index.jsonl").read_text().splitlines()]
     for line in lines:
@@ -250,14 +237,14 @@ def test_videos_that_show_before_and_now_come_first(run):
     assert "Where there is no line, the condition was not filmed before training." in page_of(run)
 
 
-def test_videos_that_do_not_fit_are_left_out_and_counted(run):
+def test_the_best_the_worst_and_the_latest_held_out_videos_are_shown_as_far_as_they_fit_and_can_be_read(run):
+    clips, without = choose(read_run(run))
+    assert [(clip.video.kind, clip.video.step) for clip in clips] == [(k, EPOCHS) for k in ("best", "worst", "eval")]
+    assert not without
     size = (run / "videos/best_000040_scene.mp4").stat().st_size
     clips, without = choose(read_run(run), 2 * size)
     assert [clip.video.kind for clip in clips] == ["best", "worst"]
     assert without == ["1 of 3 videos are left out, so that this page stays small; see videos/."]
-
-
-def test_a_video_that_cannot_be_read_is_counted(run):
     (run / "videos/best_000040_scene.mp4").write_bytes(b"no video")
     (run / "videos/worst_000040_scene.mp4").unlink()
     text = page_of(run)
@@ -300,6 +287,7 @@ def test_runs_measured_alike_stand_side_by_side(tmp_path, run):
     text = page_of(run, make_run(tmp_path / "second"))
     assert "Comparison of 2 runs" in text
     assert "trans_err_m m 0.150 −0.100 −0.120 to −0.080 0.150 −0.100 −0.120 to −0.080" in text
+    assert "What differs Every knob is the same in all runs." in text
 
 
 def test_the_knobs_in_which_runs_differ_stand_in_a_table(tmp_path, run):
@@ -310,10 +298,6 @@ def test_the_knobs_in_which_runs_differ_stand_in_a_table(tmp_path, run):
     table = text[text.index("knob first second") : text.index("After training, and the change")]
     differ = "reward.weights.room_rot 1.0 2.0 train.learning_rate 0.0004 0.0004 → 0.001 after epoch 20"
     assert table.startswith(f"knob first second {differ} ") and "more" not in table
-
-
-def test_runs_with_the_same_knobs_say_so(tmp_path, run):
-    assert "What differs Every knob is the same in all runs." in page_of(run, make_run(tmp_path / "second"))
 
 
 def test_many_knobs_that_differ_stand_behind_a_fold(tmp_path, run):
@@ -466,14 +450,11 @@ def test_a_number_between_a_thousandth_and_a_hundred_thousand_has_no_exponent():
     assert [signed(3.33e-5), number(-4.96e-7), number(2e12)] == ["+0.0000333", "−4.96e−7", "2e12"]
 
 
-def test_values_that_stand_together_show_how_far_they_are_apart():
+def test_values_show_how_far_they_are_apart_and_a_change_has_the_decimals_of_its_interval():
     assert pair(24.438, 24.457) == ("24.44", "24.46")
     assert pair(2.02, 1.999) == ("2.02", "2.00")
     assert pair(0.0308982, 0.0308977) == ("0.030898", "0.030898")  # five digits are enough
     assert pair(None, 1.0) == ("–", "1")
-
-
-def test_a_change_has_the_decimals_of_its_interval():
     assert changed(1.91e-5, -2.65e-5, 5.65e-5) == "+0.0000191"
     assert changed(-5e-7, -5e-5, 4e-5) == "−0.0000005"
     assert changed(-4e-9, -5e-5, 4e-5) == "0"  # and no sign

@@ -15,7 +15,7 @@ from tools import report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
 OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 
 
@@ -90,7 +90,6 @@ def test_the_space_bar_plays_all_videos_and_stops_them_and_nothing_is_logged_or_
     assert [url for url in opened.asked if not url.startswith("data:")] == [file.as_uri()]
 
 
-@pytest.mark.slow
 def test_playing_begins_again_at_the_end(opened):
     opened.page.locator("button.play").click()
     opened.until_frame(2)
@@ -98,7 +97,6 @@ def test_playing_begins_again_at_the_end(opened):
     opened.until_frame(2)
 
 
-@pytest.mark.slow
 def test_arrows_and_the_scrub_bar_step_frames_of_all_videos(opened):
     opened.until_frame(FRAMES)  # the last is shown first
     assert opened.times() == pytest.approx([(FRAMES - 0.5) / 15] * 3, abs=0.01)
@@ -125,7 +123,6 @@ def colour(opened, share):
     return np.array(picture.convert("RGB"))[picture.height // 3, int(share * (picture.width - 1))]
 
 
-@pytest.mark.slow
 def test_the_slider_uncovers_the_video_before_training(opened):
     def shows(share, panel):
         for _ in range(50):
@@ -144,13 +141,11 @@ def test_the_slider_uncovers_the_video_before_training(opened):
     assert shows(0.5, "base") and shows(0.75, "now")
 
 
-@pytest.mark.slow
 def test_the_other_panels_stand_below_with_their_names(opened):
     names = opened.page.locator(".clip").first.locator(".panel span").all_text_contents()
     assert names == ["before", "now", "source", "true view"]
 
 
-@pytest.mark.slow
 def test_the_tab_key_passes_the_links_then_the_player(opened):
     passed = []
     while len(passed) < 40 and "rate" not in passed:
@@ -160,7 +155,6 @@ def test_the_tab_key_passes_the_links_then_the_player(opened):
     assert passed[-6:] == ["play", "back", "forward", "scrub", "wipe", "rate"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_plot_has_a_size_and_letters_of_the_page_s_font(browser, file, scheme):
     opened = Open(browser, file, width=390, scheme=scheme)
@@ -220,7 +214,6 @@ def outside(opened, selector):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", ["one", "two", "six"])
 @pytest.mark.parametrize("width", [360, 390, 768, 900, 1024, 1400])
 def test_the_page_never_scrolls_sideways(browser, pages, page, width):
@@ -232,7 +225,6 @@ def test_the_page_never_scrolls_sideways(browser, pages, page, width):
     opened.context.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("width", [360, 390, 761, 768, 900, 1024, 1400])
 def test_every_cell_is_in_sight(browser, pages, width):
     opened = Open(browser, pages["two"], width=width, height=800)
@@ -243,7 +235,6 @@ def test_every_cell_is_in_sight(browser, pages, width):
     opened.context.close()
 
 
-@pytest.mark.slow
 def test_a_phone_names_the_run_beside_each_of_its_values(browser, pages):
     opened = Open(browser, pages["two"], width=390, height=800)
     labels = opened.page.evaluate(
@@ -254,7 +245,6 @@ def test_a_phone_names_the_run_beside_each_of_its_values(browser, pages):
     opened.context.close()
 
 
-@pytest.mark.slow
 def test_a_printed_page_has_whole_tables_on_white(browser, pages):
     opened = Open(browser, pages["two"], width=718, height=1000, scheme="dark")
     opened.page.emulate_media(media="print", color_scheme="dark")
@@ -265,7 +255,6 @@ def test_a_printed_page_has_whole_tables_on_white(browser, pages):
     opened.context.close()
 
 
-@pytest.mark.slow
 def test_the_page_prints_without_its_controls(opened):
     opened.page.emulate_media(media="print")
     assert not opened.page.locator(".controls").is_visible() and not opened.page.locator("nav").is_visible()
@@ -273,7 +262,6 @@ def test_the_page_prints_without_its_controls(opened):
     assert printed.startswith(b"%PDF") and len(printed) > 20_000
 
 
-@pytest.mark.slow
 def test_without_scripts_the_videos_have_the_browser_s_own_controls(browser, file):
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()

@@ -212,8 +212,10 @@ def test_only_the_token_opens(monkeypatch, capfd):
     assert "secret" not in out.out + out.err and "POST /score 200" in out.out
 
 
-def test_too_large_a_request_is_refused_and_the_refusal_arrives():
+def test_too_large_a_request_and_other_paths_and_methods_are_refused():
     with hosting(Fake(), max_bytes=10_000) as server:
+        assert post(server, request(), "/elsewhere") == (404, "here are GET /health and POST /score")
+        assert post(server, request(), "/health")[0] == 404
         large = ask(server)  # every video alone is still too large
         assert "refused, status 413: request of more than 10000 bytes" in large.causes[0] and not large.valid.any()
         assert post(server, b"x" * 2**24)[0] == 413
@@ -241,12 +243,6 @@ def test_a_request_of_another_form_is_a_400(body, error):
         status, said = post(server, body)
         assert status == 400 and error in said
         assert server.service.scorer.calls == 0
-
-
-def test_other_paths_and_methods_are_refused():
-    with hosting(Fake()) as server:
-        assert post(server, request(), "/elsewhere") == (404, "here are GET /health and POST /score")
-        assert post(server, request(), "/health")[0] == 404
 
 
 def test_a_sender_that_stalls_is_given_up_and_one_that_leaves_is_forgotten():

@@ -78,8 +78,9 @@ def by_name(metrics: dict) -> dict[str, dict]:
     return {row["video"]: row for row in metrics["rows"]}
 
 
-def test_rows_contain_the_path_errors(place):
-    rows = by_name(run(place))
+def test_rows_contain_the_path_errors_and_a_lost_video_is_a_failed_row(place):
+    metrics = run(place)
+    rows = by_name(metrics)
     assert list(rows) == ["a.mp4", "b.mp4", "d.mp4", "sub/c.mp4"]
     commanded = preset_path("arc_left", FRAMES)
     for name, level in (("a.mp4", FINE), ("b.mp4", WORSE)):
@@ -90,11 +91,7 @@ def test_rows_contain_the_path_errors(place):
     assert (rows["a.mp4"]["source"], rows["a.mp4"]["camera_type"]) == ("s", "mine")
     assert (rows["b.mp4"]["source"], rows["b.mp4"]["camera_type"]) == ("b.mp4", "arc_left")
     assert rows["b.mp4"]["shares_estimator"] is False and rows["b.mp4"]["trans_m_mean"] is None
-
-
-def test_a_partly_registered_video_has_means_and_a_lost_one_is_a_failed_row(place):
-    metrics = run(place)
-    partly, lost = (by_name(metrics)[name] for name in ("sub/c.mp4", "d.mp4"))
+    partly, lost = rows["sub/c.mp4"], rows["d.mp4"]
     assert partly["registered"] and partly["frames_registered"] == 3 and partly["rot_rad_sum"] is None
     assert partly["rot_deg_mean"] > 0
     assert not lost["registered"] and lost["cause"] == "2 of 5 frames registered, needs half and 3"
@@ -105,6 +102,19 @@ def test_a_partly_registered_video_has_means_and_a_lost_one_is_a_failed_row(plac
     assert summary["metrics"]["rot_deg_mean"]["rows"] == 3 and summary["metrics"]["rot_rad_sum"]["rows"] == 2
     assert summary["camera_types"]["arc_left"]["failure_rate"] == pytest.approx(1 / 3)
     assert summary["camera_types"]["mine"]["videos"] == 1
+    # CSV and Markdown hold the numbers of the JSON.
+    lines, groups = (
+        list(csv.DictReader((place / "out" / name).read_text().splitlines())) for name in ("rows.csv", "summary.csv")
+    )
+    assert [line["video"] for line in lines] == list(rows)
+    assert float(lines[1]["rot_deg_mean"]) == rows["b.mp4"]["rot_deg_mean"] and lines[2]["rot_deg_mean"] == ""
+    every, overall = summary["metrics"]["rot_deg_mean"], groups[-1]
+    assert [line["camera_type"] for line in groups] == ["arc_left", "mine", "all"] and overall["failure_rate"] == "0.25"
+    for end, part in (("", "mean"), ("_low", "low"), ("_high", "high"), ("_rows", "rows")):
+        assert float(overall[f"rot_deg_mean{end}"]) == every[part]
+    text = (place / "out" / "summary.md").read_text()
+    assert f"| all | 4 | 1 (25%) | 75% | {every['mean']:.3g} [{every['low']:.3g}, {every['high']:.3g}] |" in text
+    assert "| d.mp4 | arc_left | no | 2 of 5 | – |" in text
 
 
 def test_a_crash_of_the_estimator_is_a_failed_row_and_is_retried(place):
@@ -129,22 +139,6 @@ def test_drift_is_reported_where_the_command_only_turns_and_a_shared_estimator_i
     rows = by_name(metrics)
     assert rows["b.mp4"]["drift_parallax_deg"] == WORSE and rows["b.mp4"]["trans_sim3_rel"] is None
     assert rows["a.mp4"]["drift_parallax_deg"] is None and rows["a.mp4"]["trans_sim3_rel"] is not None
-
-
-def test_csv_and_markdown_hold_the_numbers_of_the_json(place):
-    metrics = run(place)
-    lines, groups = (
-        list(csv.DictReader((place / "out" / name).read_text().splitlines())) for name in ("rows.csv", "summary.csv")
-    )
-    assert [line["video"] for line in lines] == [row["video"] for row in metrics["rows"]]
-    assert float(lines[1]["rot_deg_mean"]) == metrics["rows"][1]["rot_deg_mean"] and lines[2]["rot_deg_mean"] == ""
-    every, overall = metrics["summary"]["metrics"]["rot_deg_mean"], groups[-1]
-    assert [line["camera_type"] for line in groups] == ["arc_left", "mine", "all"] and overall["failure_rate"] == "0.25"
-    for end, part in (("", "mean"), ("_low", "low"), ("_high", "high"), ("_rows", "rows")):
-        assert float(overall[f"rot_deg_mean{end}"]) == every[part]
-    text = (place / "out" / "summary.md").read_text()
-    assert f"| all | 4 | 1 (25%) | 75% | {every['mean']:.3g} [{every['low']:.3g}, {every['high']:.3g}] |" in text
-    assert "| d.mp4 | arc_left | no | 2 of 5 | – |" in text
 
 
 def test_a_plot_is_drawn_of_every_registered_video_once(place):
@@ -314,6 +308,10 @@ def test_a_folder_of_generated_videos_is_measured_before_and_after_in_pairs(plac
         (["--run", "nowhere", "--out", "out"], "--run nowhere has no config.json, must be the folder of a run"),
         (["nowhere"], "nowhere holds no record of tools/generate.py; for other videos give --videos and --cameras"),
         (["somewhere", "--config.sample.k=3"], "--config.sample.k=3 is no option without --config"),
+        (
+            ["--videos", "a", "--cameras", "b", "--out", "c", "--adapter", "d"],
+            "--adapter is no option without --config",
+        ),
     ],
 )
 def test_one_origin_of_the_videos_must_be_given(capsys, given, message):

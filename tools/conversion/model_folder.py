@@ -33,7 +33,6 @@ INDEX = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that every conversion has."""
     add = parser.add_argument
     add("--back", type=Path, metavar="FOLDER", help="convert back: a model folder, or its transformer folder")
     add("--out", type=Path, required=True, help="folder to write, or with --back a .safetensors file; must not exist")

@@ -118,7 +118,6 @@ def pattern(expression: str) -> re.Pattern[str]:
 
 
 def try_break(tree: Path, forms: Sequence[Sequence[str]], tests: Sequence[str] | None) -> dict[str, Any]:
-    """Plant a break, run the tests near it and restore the file; return a record of it and what found it."""
     found = planted(tree, forms)
     if found is None:
         return {"result": "carry over", "break": forms[-1]}
@@ -147,7 +146,6 @@ def try_break(tree: Path, forms: Sequence[Sequence[str]], tests: Sequence[str] |
 
 
 def run_tests(tree: Path, arguments: Sequence[str]) -> tuple[int | None, str]:
-    """Return pytest's exit code, None if the time ran out, and its output."""
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout", str(LONGEST_TEST_S)]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
@@ -167,7 +165,6 @@ def run_tests(tree: Path, arguments: Sequence[str]) -> tuple[int | None, str]:
 
 
 def near(tree: Path, broken: Path, function: str) -> list[str]:
-    """Return the test files to run for a broken file, the likeliest first."""
     texts, importers = imports(tree)
     distance, latest = {broken: 0}, {broken}
     for steps in range(1, FARTHEST + 1):

@@ -112,7 +112,6 @@ def map_page() -> str:
 
 
 def records_page() -> str:
-    """Return the page of the records that travel through a run: shape and meaning of every field."""
     letters = " ".join((records.__doc__ or "").split("\n\n", 1)[1].split())
     lines = [RECORDS_HEAD, letters, ""]
     for record in RECORDS:
@@ -159,7 +158,6 @@ def _parser_of(module: Any) -> argparse.ArgumentParser:
 
 
 def _with_subcommands(parser: argparse.ArgumentParser, caption: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (caption, parser) of a parser that has options, and of those of its subcommands."""
     if _shown(parser):
         yield caption, parser
     for action in parser._actions:

@@ -87,7 +87,6 @@ def python_files(root: Path, names: Sequence[str]) -> list[Path]:
 
 
 def one_caller(trees: Sequence[ast.Module]) -> tuple[int, list[ast.FunctionDef]]:
-    """Return the number of functions, and those with one caller, as the module's text defines it."""
     functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     bearers = Counter(function.name for function in functions if not function.name.startswith("__"))
     read = Counter(name for tree in trees for name in names_in(tree, called=False))
@@ -105,7 +104,6 @@ def names_in(tree: ast.AST, *, called: bool) -> list[str]:
 
 
 def run_epoch(root: Path) -> dict[str, Any]:
-    """Return what one epoch of a checkout's demo enters, run in a process of its own; RuntimeError where it fails."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "trace.json"
         program = "import sys, house; house.trace(*sys.argv[1:3], sys.argv[3:])"

@@ -38,6 +38,8 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script from anywhere
 
+import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
+
 from tools.common import fail, launcher, make_parser
 from tools.dev.same_numbers import differing, metrics
 from tools.run_folder import read_run

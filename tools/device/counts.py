@@ -70,7 +70,6 @@ def count(setting: Setting) -> Records:
 
 
 def planned(setting: Setting, video: VideoSize, *, checkpointing: str) -> Plan:
-    """Return the planner's figures for the recipe with this video and as many rows, on one device."""
     config, rows = recipe(setting.size), setting.rows
     size = {"num_frames": video.frames, "height": video.height, "width": video.width}
     config = dataclasses.replace(
@@ -84,7 +83,6 @@ def planned(setting: Setting, video: VideoSize, *, checkpointing: str) -> Plan:
 
 
 def decoding_flops(size: Size, video: VideoSize) -> float:
-    """Return the operations of decoding one video untiled."""
     channels, frames, *pixels = video.latent_shape
     with FakeTensorMode(), torch.no_grad():
         codec = AutoencoderKLWan(base_dim=size.codec_width).eval()

@@ -90,7 +90,6 @@ def build_transformer(config: Mapping[str, Any], dtype: torch.dtype, device: tor
 
 
 def build_networks(size: Size, config: Config, device: torch.device) -> TrainingNetworks:
-    """Return the networks of a recipe, randomly initialised; adapters and gradient checkpointing follow `config`."""
     dtype = DTYPES[config.model.dtype]
     transformer = build_transformer(transformer_config(size), dtype, device)
     apply_training_mode(transformer, config.model)

@@ -63,7 +63,6 @@ def _group(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _metrics(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Return the interval of every metric that any row has."""
     found = {name: _interval(rows, lambda row, name=name: row[name]) for name in METRICS}
     return {name: interval for name, interval in found.items() if interval["rows"]}
 

@@ -60,7 +60,6 @@ def prepare_redirect4d(root: Path, sources: Path, out: Path, size: tuple[int, in
 
 
 def read_cases(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield (track, trajectory) of every line of cases.jsonl; ValueError for a line that names no case."""
     for number, line in enumerate(read_text(file, DAMAGED).splitlines(), 1):
         try:
             row = json.loads(line) if line.strip() else None

@@ -79,7 +79,6 @@ def protocol(
 
 
 def _beside_published(ours: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
-    """Return a table of our means and published ones, or the line that says why there is none."""
     known = [claim for claim in claims.CLAIMS if claim.protocol["set"] == ours["set"]]
     if not known:
         return [f"No published figures of {ours['set']} are in tools/published/claims.py."]

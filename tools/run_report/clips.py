@@ -32,7 +32,6 @@ class PageVideo:
 
     @property
     def located(self) -> str:
-        """How many frames an estimator has located, in words."""
         estimated = self.video.paths.estimated if self.video.paths else []
         return f"{len(estimated) - estimated.count(None)} of {len(estimated)} frames"
 
@@ -42,7 +41,6 @@ class PageVideo:
 
     @property
     def panels(self) -> list[dict[str, object]]:
-        """The panels as plain data; the whole picture where the index names none."""
         whole = VideoPanel("", 0, 0, self.width, self.height)
         return [dataclasses.asdict(panel) for panel in self.video.panels or [whole]]
 

@@ -37,7 +37,6 @@ class Change:
 
     @property
     def ends(self) -> tuple[str, str]:
-        """The values before and after in words, with the digits that show how far they are apart."""
         return pair(self.before, self.after)
 
     @property
@@ -68,7 +67,6 @@ def deciding(run: Run, names: Iterable[str]) -> list[str]:
 
 
 def _measured(run: Run) -> list[str]:
-    """Return everything with a value of its own in an evaluation."""
     return [*run.config.reward.weights, run.config.eval.gold, TRUE_VIEW]
 
 
@@ -196,7 +194,6 @@ def _in_words(change: Change) -> str:
 
 
 def _change(run: Run, name: str, first: int, last: int) -> Change:
-    """Return one metric's change, from the summary where there is one, else from the run's metrics."""
     before, after = run.rows[first].get(name, math.nan), run.rows[last].get(name, math.nan)
     ends = [
         run.rows[last].get(name.replace("eval/", "eval_change/", 1) + end, math.nan) for end in ("", "_low", "_high")

@@ -68,7 +68,6 @@ class RewardServer:
         return "http://{}:{}".format(*self.address)
 
     def run(self) -> None:
-        """Serve until `stop` or a signal."""
         with self._socket:
             self._uvicorn.run(sockets=[self._socket])
 

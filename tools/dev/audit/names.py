@@ -65,7 +65,6 @@ def check_names(wheel: Wheel, found: Sequence[Use]) -> list[UnknownName]:
 
 
 def check_environment(wheel: Wheel, variables: Sequence[str]) -> list[UnknownName]:
-    """Look for each environment variable in the wheel's binaries; CANN reads some of them itself."""
     return [
         UnknownName("environment", "ok", variable, "found in a binary")
         if wheel.mentions(variable)

@@ -91,36 +91,10 @@ class DeviceTensor(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator where the mode is inactive: in autograd's backward thread."""
         leaves = tree_leaves((args, kwargs))
         return run(func, args, kwargs or {}, next(leaf.record for leaf in leaves if isinstance(leaf, cls)))
-
-
-class _Operators(TorchDispatchMode):
-    def __init__(self, record: Record) -> None:
-        super().__init__()
-        self.record = record
-
-    def __torch_dispatch__(
-        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return run(func, args, kwargs or {}, self.record)
-
-
-class _Attention(TorchFunctionMode):
-    def __init__(self, record: Record) -> None:
-        super().__init__()
-        self.record = record
-
-    def __torch_function__(
-        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.nn.functional.scaled_dot_product_attention and args and args[0].device.type == "npu":
-            self.record.operators[ATTENTION] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record) -> Any:
@@ -167,7 +141,18 @@ def recording() -> Iterator[Record]:
     _setup_privateuseone_for_python_backend("npu", _fake_module())
     torch._C._set_only_lift_cpu_tensors(True)  # else `torch.tensor(..., device=...)` looks for memory on the device
     record = Record()
-    with mock.patch.dict(sys.modules, {"torch_npu": library}), _Operators(record), _Attention(record):
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return run(func, args, kwargs or {}, record)
+
+    class Attention(TorchFunctionMode):
+        def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.nn.functional.scaled_dot_product_attention and args and args[0].device.type == "npu":
+                record.operators[ATTENTION] += 1
+            return func(*args, **(kwargs or {}))
+
+    with mock.patch.dict(sys.modules, {"torch_npu": library}), Operators(), Attention():
         yield record
 
 
@@ -214,7 +199,6 @@ def observe() -> Record:
 
 
 def check_dtypes(wide: Mapping[tuple[str, torch.dtype], int]) -> list[UnknownName]:
-    """Return one finding per operator whose result has a dtype that NPUs lack, or a single "ok"."""
     if not wide:
         return [UnknownName("dtype", "ok", "float64, complex", "none on the device")]
     way_out = "on the device: compute it on the CPU, or in float32"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import importlib.util
 import inspect
 import re
 import zipfile
@@ -96,7 +97,7 @@ class Wheel:
 
     @functools.cache  # noqa: B019 - one wheel lives as long as the program
     def _definitions(self, module: str) -> tuple[ast.stmt, ...]:
-        return tuple(_flat(ast.parse(self._text(self._sources[module])).body))
+        return tuple(_flat(ast.parse(self._text(self._sources[module])).body)) if module in self._sources else ()
 
     def _walk(self, found: Definition | None, parts: list[str]) -> Definition | None:
         for part in parts:
@@ -114,7 +115,7 @@ class Wheel:
 
     def _in_module(self, module: str, name: str, depth: int) -> Definition | None:
         """Return what `name` is bound to once a module has been executed."""
-        for statement in reversed(self._definitions(module)) if module in self._sources and depth else ():
+        for statement in reversed(self._definitions(module)) if depth else ():
             found = self._by_statement(module, statement, name, depth)
             if found is not None:
                 return found
@@ -140,31 +141,21 @@ class Wheel:
         return None
 
     def _imported(self, module: str, statement: ast.ImportFrom, name: str, depth: int) -> Definition | None:
-        source = self._source_of(module, statement)
+        package = module if self._sources[module].endswith("__init__.py") else module.rpartition(".")[0]
+        source = importlib.util.resolve_name("." * statement.level + (statement.module or ""), package)
         names = {alias.asname or alias.name: alias.name for alias in statement.names}
-        if name not in names and not ("*" in names and self._is_public(source, name)):
-            return None
+        if name not in names:  # a star stands for what `__all__` lists, or without that for names without underscore
+            assigned = [one for one in self._definitions(source) if isinstance(one, ast.Assign)]
+            listed = [one.value for one in assigned if ast.unparse(one.targets[0]) == "__all__"]
+            public = {n.value for one in listed for n in ast.walk(one) if isinstance(n, ast.Constant)}
+            if "*" not in names or (name not in public if listed else name.startswith("_")):
+                return None
         original = names.get(name, name)
-        compiled = self._module(source) or self._module(
-            source.rpartition(".")[0]
-        )  # one binary can define several modules
+        # One binary can define several modules.
+        compiled = self._module(source) or self._module(source.rpartition(".")[0])
         if compiled is None or compiled.kind == "module":
             return self._in_module(source, original, depth - 1)
         return self._member(compiled, original)
-
-    def _source_of(self, module: str, statement: ast.ImportFrom) -> str:
-        if not statement.level:
-            return statement.module or ""
-        package = module if self._sources[module].endswith("__init__.py") else module.rpartition(".")[0]
-        parents = package.split(".")[: len(package.split(".")) + 1 - statement.level]
-        return ".".join([*parents, *filter(None, [statement.module])])
-
-    def _is_public(self, module: str, name: str) -> bool:
-        """Return whether `from module import *` includes the name, by `__all__` or the leading underscore."""
-        for statement in self._definitions(module) if module in self._sources else ():
-            if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
-                return any(isinstance(n, ast.Constant) and n.value == name for n in ast.walk(statement.value))
-        return not name.startswith("_")
 
     def _assigned(self, module: str, value: ast.expr, depth: int) -> Definition:
         """Resolve the value of `name = value`: another name's definition, an instance of a class, or a plain value."""
