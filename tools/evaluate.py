@@ -138,11 +138,33 @@ def tasks_of(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[list[E
     """Return the videos to judge, and the same before training where there are any; generate them if asked for."""
     if args.folder:
         after, before = find_generated(args.folder, args.focal_px)
-    elif args.run or args.config:
-        after, before = generated_tasks(args, overrides)
-    else:
-        after, before = find_tasks(args.videos, args.cameras, args.focal_px), []
-    return after, [] if args.baseline or not args.before else before
+        return after, before if args.before and not args.baseline else []
+    if args.videos:
+        return find_tasks(args.videos, args.cameras, args.focal_px), []
+    # Imported here: the estimating processes load this file too and need no model.
+    from flow_grpo.run.starts import LEAST_ROWS, configuration_of
+    from flow_grpo.settings.loading import load_config
+    from tools.evaluation.videos import make_videos
+    from tools.export_adapter import export
+
+    if args.run:
+        config = configuration_of(args.run, overrides)
+        if config.data.height < LEAST_ROWS:
+            raise ValueError(
+                f"the videos of --run {args.run} are {config.data.height} rows high, must be at least {LEAST_ROWS} for "
+                "structure from motion: a run as small is judged by its own estimator (eval.gold), whose result is in "
+                "its summary.json; the last lines of its output have the command that measures it again"
+            )
+        made = [make_videos(config, args.run / "adapter", args.out, args.focal_px)]
+        made += [make_videos(config, None, args.out / "before", args.focal_px)] if args.before else []
+        after, *before = (find_tasks(*places, args.focal_px) for places in made)
+        return after, before[0] if before and not args.baseline else []
+    config = load_config(args.config, overrides)
+    if not args.checkpoint:
+        return find_tasks(*make_videos(config, args.adapter, args.out, args.focal_px), args.focal_px), []
+    with tempfile.TemporaryDirectory() as place:  # not in --out, which may still be rejected for holding other videos
+        export(config, args.checkpoint, Path(place))
+        return find_tasks(*make_videos(config, Path(place), args.out, args.focal_px), args.focal_px), []
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -188,35 +210,6 @@ def check_options(args: argparse.Namespace, overrides: Sequence[str]) -> None:
         raise ValueError(f"--workers is {args.workers} and --seconds {args.seconds:g}, must be at least 0 and above 0")
     if args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out {args.out} is a file, must be a folder")
-
-
-def generated_tasks(
-    args: argparse.Namespace, overrides: Sequence[str]
-) -> tuple[list[EvaluationTask], list[EvaluationTask]]:
-    # Imported here: the estimating processes load this file too and need no model.
-    from flow_grpo.run.starts import LEAST_ROWS, configuration_of
-    from flow_grpo.settings.loading import load_config
-    from tools.evaluation.videos import make_videos
-    from tools.export_adapter import export
-
-    if args.run:
-        config = configuration_of(args.run, overrides)
-        if config.data.height < LEAST_ROWS:
-            raise ValueError(
-                f"the videos of --run {args.run} are {config.data.height} rows high, must be at least {LEAST_ROWS} for "
-                "structure from motion: a run as small is judged by its own estimator (eval.gold), whose result is in "
-                "its summary.json; the last lines of its output have the command that measures it again"
-            )
-        made = [make_videos(config, args.run / "adapter", args.out, args.focal_px)]
-        made += [make_videos(config, None, args.out / "before", args.focal_px)] if args.before else []
-        after, *before = (find_tasks(*places, args.focal_px) for places in made)
-        return after, before[0] if before else []
-    config = load_config(args.config, overrides)
-    if not args.checkpoint:
-        return find_tasks(*make_videos(config, args.adapter, args.out, args.focal_px), args.focal_px), []
-    with tempfile.TemporaryDirectory() as place:  # not in --out, which may still be rejected for holding other videos
-        export(config, args.checkpoint, Path(place))
-        return find_tasks(*make_videos(config, Path(place), args.out, args.focal_px), args.focal_px), []
 
 
 def command_hash(task: EvaluationTask) -> str:

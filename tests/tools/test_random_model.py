@@ -191,7 +191,8 @@ def test_weights_depend_on_the_seed_only_and_the_global_random_state_is_kept():
 def test_prompts_of_any_language_stay_distinct(tmp_path):
     assert random_model.main(words(tmp_path / "model")) == 0
     prompts = ["a room", "A room", "房间", "房子", ""]
-    embeds = policy_of(tmp_path / "model").encode(conditions([(prompt, "zoom_in", 0) for prompt in prompts])).prompt_embeds
+    given = conditions([(prompt, "zoom_in", 0) for prompt in prompts])
+    embeds = policy_of(tmp_path / "model").encode(given).prompt_embeds
     for number, one in enumerate(embeds):
         assert one.shape == (32, 32) and one.isfinite().all() and float(one.abs().max()) > 0
         assert all(not torch.allclose(one, other, atol=1e-3) for other in embeds[:number])
