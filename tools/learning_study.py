@@ -211,7 +211,7 @@ def write_report(records: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def table(records: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Return Markdown lines: per variant the change of every gold metric by seed, its F and its minutes."""
+    """Return Markdown lines: per variant the change of every reference metric by seed, its F and its minutes."""
     rows = []
     for name, runs in records.items():
         ends = [(run["before"], run["after"]) for run in runs]
@@ -243,7 +243,7 @@ def in_words(found: Sequence[Sequence[float]]) -> str:
 
 
 def draw(records: dict[str, list[dict[str, Any]]]) -> None:
-    """Draw every gold metric against F and against minutes: mean over the seeds, and their range."""
+    """Draw every reference metric against F and against minutes: mean over the seeds, and their range."""
     figure = Figure(figsize=(12, 7), layout="constrained")
     FigureCanvasAgg(figure)
     axes = (("forward_equivalents", 1000, "thousand forward-equivalents"), ("minutes", 1, "minutes of training"))

@@ -42,7 +42,7 @@ from tools.watching.snapshot import Snapshot, find_run, take
 BLOCKS, LETTERS = "▁▂▃▄▅▆▇█", "_.-~=+*#"  # of a sparkline, the second where the terminal knows ASCII alone
 BAR = 24  # characters
 WIDE = 100  # columns of a terminal from which on curves are twice as long
-TRUE_VIEW = "eval/target_view_psnr_db"  # to the true view, beside what the gold estimator measures
+TRUE_VIEW = "eval/target_view_psnr_db"  # to the true view, beside what the reference estimator measures
 WARNINGS = 6  # shown at most
 COLOURS = {"running": "green", "starting": "green", "ended": "bold green", "quiet": "yellow", "stopped": "bold red"}
 
@@ -202,7 +202,7 @@ def rewards(run: Snapshot) -> list[str]:
 
 
 def held_out(run: Snapshot) -> list[str]:
-    """Return the held-out metrics that say most: the gold estimator's, else the rewards', and likeness to the truth."""
+    """Return the held-out metrics that say most: the reference estimator's, else the rewards', and PSNR."""
     measured = [name for name in run.names if name.startswith("eval/")]
     gold = [name for name in measured if name.replace("eval/", "eval_floor/", 1) in run.names]
     trained = [name.replace("reward/", "eval/").removesuffix("_mean") for name in rewards(run)]

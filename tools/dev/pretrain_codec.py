@@ -157,7 +157,7 @@ class CodecTraining(Resumable):
         noise = LATENT_NOISE * torch.randn(latents.shape, generator=draw)
         error = self.codec.decode(latents + noise).sample - video
         size = latents.square().mean()
-        # Differences in time count separately: smeared motion hurts the gold metric more than blur.
+        # Differences in time count separately: smeared motion hurts the reference estimator more than blur.
         loss = multiscale(error) + multiscale(error.diff(dim=2)) + 1e-3 * size
         self.codec.zero_grad(set_to_none=True)
         loss.backward()

@@ -1,4 +1,4 @@
-"""Finds the videos that `tools/evaluate.py` judges and the camera path each one was asked to follow.
+"""Finds the videos that `tools/evaluate.py` measures and the camera path each one was asked to follow.
 
 Two formats of camera files, distinguished by their keys:
 
@@ -40,7 +40,7 @@ SAME_METRES, SAME_DEG = 0.02, 0.2  # tolerance for matching a preset: camera fil
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationTask:
-    """One video to judge."""
+    """One video to measure."""
 
     file: Path
     name: str  # relative to the folder of videos, with forward slashes

@@ -1,4 +1,4 @@
-"""Generates the videos that `tools/evaluate.py` judges with --config or --run: a recipe's held-out conditions."""
+"""Generates the videos that `tools/evaluate.py` measures with --config or --run: a recipe's held-out conditions."""
 
 from __future__ import annotations
 

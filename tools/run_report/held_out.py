@@ -166,7 +166,7 @@ def sentence(run: Run) -> str:
 
 
 def _clearest(changes: Iterable[Change], overall: str) -> Change | None:
-    """Return the metric to put into the sentence: one that agrees with the verdict, the judge's before others."""
+    """Return the metric to put into the sentence: one that agrees with the verdict, the reference estimator's first."""
     with_interval = [change for change in changes if change.word and math.isfinite(change.low)]
     agree = [change for change in with_interval if change.word == overall] or with_interval
     physical = ("_deg", "_m", "_px", "_db")
