@@ -15,7 +15,6 @@ from tools.common import make_parser
 
 
 def main() -> None:
-    """Write the world."""
     parser = make_parser(__doc__)
     parser.add_argument("--root", type=Path, required=True, help="folder to write; must not exist")
     parser.add_argument("--seed", type=int, default=1)

@@ -173,7 +173,6 @@ class CodecTraining(Resumable):
 
 
 def main() -> None:
-    """Train to the last step, over any number of calls, and write the codec with its record."""
     parser = make_parser(__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder of the resumable state")
     parser.add_argument("--out", type=Path, required=True, help="diffusers folder that receives vae/")

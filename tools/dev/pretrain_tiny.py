@@ -129,26 +129,6 @@ def build_model(args: argparse.Namespace, channels: int, text_dim: int) -> ReCam
     )
 
 
-def parse() -> argparse.Namespace:
-    parser = make_parser(__doc__)
-    parser.add_argument("--work", type=Path, required=True, help="folder of the resumable state")
-    parser.add_argument("--out", type=Path, required=True, help="diffusers folder with vae/ of pretrain_codec.py")
-    parser.add_argument("--init", type=Path, help="pre-trained folder to start from, with its pretraining.json")
-    parser.add_argument("--steps", type=int, default=7500)
-    parser.add_argument("--minutes", type=float, default=60.0, help="time limit of this call; call again to resume")
-    parser.add_argument("--scenes", type=int, default=1000)
-    parser.add_argument("--batch", type=int, default=48, help="samples per step, over all ranks")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--ffn", type=int, default=384)
-    parser.add_argument("--layers", type=int, default=5)
-    parser.add_argument("--patch", type=int, default=1)
-    parser.add_argument("--ema", type=float, default=0.999)
-    parser.add_argument("--probe-steps", type=int, default=500)
-    parser.add_argument("--threads", type=int, default=1, help="per rank")
-    return parser.parse_args()
-
-
 class ModelTraining(Resumable):
     def __init__(self, model: ReCamTransformer3DModel, args: argparse.Namespace) -> None:
         self.args, self.model = args, model
@@ -168,7 +148,14 @@ class ModelTraining(Resumable):
         for group in self.optimizer.param_groups:
             group["lr"] = args.learning_rate * rate
         draw = generator("step", self.step, rank)
-        loss = flow_matching_loss(network, pool.batch(targets, draw), text, draw)
+        target, source, cameras, captions = pool.batch(targets, draw)
+        uniform = torch.rand(len(target), generator=draw)
+        sigma = SHIFT * uniform / (1 + (SHIFT - 1) * uniform)
+        noise = torch.randn(target.shape, generator=draw)
+        level = sigma.view(-1, 1, 1, 1, 1)
+        noisy = (1 - level) * target + level * noise
+        predicted = predict(network, noisy, sigma, source, cameras, text[captions])
+        loss = (predicted - (noise - target)).square().mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -178,18 +165,24 @@ class ModelTraining(Resumable):
         return loss.detach()
 
 
-def flow_matching_loss(network: nn.Module, batch: tuple[Tensor, ...], text: Tensor, draw: torch.Generator) -> Tensor:
-    target, source, cameras, captions = batch
-    uniform = torch.rand(len(target), generator=draw)
-    sigma = SHIFT * uniform / (1 + (SHIFT - 1) * uniform)
-    noise = torch.randn(target.shape, generator=draw)
-    level = sigma.view(-1, 1, 1, 1, 1)
-    predicted = predict(network, (1 - level) * target + level * noise, sigma, source, cameras, text[captions])
-    return (predicted - (noise - target)).square().mean()
-
-
 def main() -> None:
-    args = parse()
+    parser = make_parser(__doc__)
+    parser.add_argument("--work", type=Path, required=True, help="folder of the resumable state")
+    parser.add_argument("--out", type=Path, required=True, help="diffusers folder with vae/ of pretrain_codec.py")
+    parser.add_argument("--init", type=Path, help="pre-trained folder to start from, with its pretraining.json")
+    parser.add_argument("--steps", type=int, default=7500)
+    parser.add_argument("--minutes", type=float, default=60.0, help="time limit of this call; call again to resume")
+    parser.add_argument("--scenes", type=int, default=1000)
+    parser.add_argument("--batch", type=int, default=48, help="samples per step, over all ranks")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--ffn", type=int, default=384)
+    parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument("--patch", type=int, default=1)
+    parser.add_argument("--ema", type=float, default=0.999)
+    parser.add_argument("--probe-steps", type=int, default=500)
+    parser.add_argument("--threads", type=int, default=1, help="per rank")
+    args = parser.parse_args()
     with processes(args) as (rank, world):
         codec = AutoencoderKLWan.from_pretrained(args.out / "vae").eval()
         text_encoder, tokenizer = build_text_encoder()
@@ -219,7 +212,14 @@ def train(training: ModelTraining, pool: Pool, text: Tensor, probes: dict[str, P
         if rank == 0:
             spent, began = time.time() - began, time.time()
             training.seconds += spent
-            report(training, probes, text, torch.stack(losses).mean())
+            loss = float(torch.stack(losses).mean())
+            row = {"step": training.step, "seconds": round(training.seconds), "loss": loss}
+            for name, probe in probes.items():
+                measured = probe.measure(training.average.module.eval(), text)
+                row |= {f"{name}_{key}": round(value, 3) for key, value in measured.items()}
+            training.log(row)
+            print(json.dumps(row), flush=True)
+            training.save()
         losses = []
         late = torch.tensor([float(rank == 0 and training.seconds - earlier > 60 * args.minutes)])
         if world > 1:
@@ -239,16 +239,6 @@ def load_pool(codec: AutoencoderKLWan, args: argparse.Namespace, rank: int, worl
         dist.barrier()
     parts = [torch.load(file, weights_only=True) for file in files]
     return Pool(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
-
-
-def report(training: ModelTraining, probes: dict[str, Probe], text: Tensor, loss: Tensor) -> None:
-    row = {"step": training.step, "seconds": round(training.seconds), "loss": float(loss)}
-    for name, probe in probes.items():
-        measured = probe.measure(training.average.module.eval(), text)
-        row |= {f"{name}_{key}": round(value, 3) for key, value in measured.items()}
-    training.log(row)
-    print(json.dumps(row), flush=True)
-    training.save()
 
 
 def write_folder(training: ModelTraining, parts: dict[str, nn.Module], tokenizer: PreTrainedTokenizerBase) -> None:
