@@ -170,7 +170,7 @@ class Batches:
             by_size = {size: self.policy.tokens(size) for size in map(dataset.size_of, range(len(dataset)))}
             cost = functools.partial(item_tokens, by_size)  # goes to loader processes by pickle, without the policy
             collate = LimitedPointsCollateFn(args.max_points, args.drop_strategy, cost=cost)
-        self._loader = make_loader(
+        self.loader = make_loader(
             Items(dataset),
             self.plan,
             args.num_workers,
@@ -181,7 +181,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[list[Condition]]:
         """Yield the epoch's remaining batches. Collective call; an error on one rank is raised on all."""
-        batches = iter(self._loader)
+        batches = iter(self.loader)
         for _ in range(len(self.plan)):
             with self.world.sync_errors("loading a batch"):
                 batch = next_batch(batches)

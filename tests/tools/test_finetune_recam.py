@@ -79,7 +79,7 @@ def made(given: list[str], world: World = World()) -> finetune_recam.FineTuning:
 
 def test_batches_hold_one_size_and_are_bounded_by_tokens_or_by_items(places, tmp_path) -> None:
     run = made(words(places, tmp_path, "--num-workers", "1", "--prefetch-factor", "3"))
-    assert run.batches._loader.prefetch_factor == 3
+    assert run.batches.loader.prefetch_factor == 3
     sizes = [{condition.size for condition in batch} for batch in run.batches]
     assert {frozenset(found) for found in sizes} == {frozenset({(5, 24, 32)}), frozenset({(5, 24, 16)})}
     assert sorted(map(len, run.batches)) == [2, 4, 4, 4, 4, 4, 8]
@@ -353,7 +353,7 @@ def _refused(world: World, given: list[str], which: str) -> str:
         return str(error)
     before = [parameter.detach().clone() for parameter in run.policy.trained_parameters()]
     if which == "item" and odd:
-        run.batches._loader.dataset.dataset = SimpleNamespace(condition=mock.Mock(side_effect=ValueError("torn")))
+        run.batches.loader.dataset.dataset = SimpleNamespace(condition=mock.Mock(side_effect=ValueError("torn")))
     elif which == "loss" and odd:
         run.policy.encode_targets = lambda conditions: torch.full((len(conditions), 4, 2, 6, 8), torch.nan)
     elif which == "gradient" and odd:
