@@ -20,7 +20,6 @@ from flow_grpo.reporting.metric_files import MetricFiles
 from flow_grpo.runtime.checkpoints.checkpoint import published
 from flow_grpo.runtime.checkpoints.run_lock import LOCK, RunLock
 from tools import watch
-from tools.watching import snapshot
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, str(ROOT / "tools" / "watch.py")]
@@ -228,7 +227,7 @@ def test_time_left_respects_the_runs_limit_of_minutes(tmp_path):
     start = json.loads(file.read_text())
     start["config"]["max_minutes"] = 1.0
     file.write_text(json.dumps(start))
-    assert snapshot.take(run).left_s == pytest.approx(60 - 10 * 2.0, abs=2)
+    assert watch.take(run).left_s == pytest.approx(60 - 10 * 2.0, abs=2)
 
 
 def test_a_sparkline_goes_from_the_lowest_to_the_highest_value():
