@@ -43,8 +43,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from flow_grpo.settings.sampling import ODE, Sampling
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
 import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
@@ -72,6 +70,7 @@ from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.ranks.sharding import on_every_call
 from flow_grpo.reporting.labelled_video import Panel, draw_labelled, rate
 from flow_grpo.run.starts import LEAST_ROWS
+from flow_grpo.settings.sampling import ODE, Sampling
 from flow_grpo.runtime.tensor_store import TensorStore
 from flow_grpo.runtime.video_file import levels, write_video
 from tools.common import fail
