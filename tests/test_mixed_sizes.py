@@ -14,12 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.rollout.denoise import rollout
-from flow_grpo.judging.evaluate import EvalSettings, Evaluator
+from flow_grpo.judging.evaluate import Evaluator
 from flow_grpo.records import Condition, Conditioning, Guidance, ScoredBatch, TrainingBatch
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.clock import Clock
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.sampling import Sampling
+from flow_grpo.settings.schema import Config, EvalConfig
 from tests.toy import SDE, SIGMAS, BrightnessReward, ToyPolicy, collector, condition, reward_config, update, updater
 from tests.workers import run_ranks
 
@@ -212,8 +213,9 @@ class SizedData:
 def _evaluate(world: World, number: int = 20, sizes: int = 3) -> tuple[dict[str, float], list[tuple[int, ...]]]:
     policy = ConvPolicy()
     rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
-    settings = EvalSettings(SIGMAS, number, batch_size=4, videos=0)
-    metrics = Evaluator(policy, SizedData(SIZES[:sizes]), rewards, None, settings, world).run().metrics
+    evaluation = EvalConfig(num_conditions=number, batch_size=4, num_steps=len(SIGMAS) - 1, videos=0)
+    config = Config(eval=evaluation)
+    metrics = Evaluator(policy, SizedData(SIZES[:sizes]), rewards, None, config, world).run().metrics
     return metrics, policy.calls
 
 

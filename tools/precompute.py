@@ -24,7 +24,7 @@ import torch
 
 from flow_grpo.runtime.ranks.start_up import raise_on_all_ranks, refuse, set_up_rank
 from flow_grpo.models.registry import video_model
-from flow_grpo.run.parts import eval_guidance, training_guidance
+from flow_grpo.judging.evaluate import eval_guidance, training_guidance
 from flow_grpo.data.splits import whole_splits
 from flow_grpo.settings.loading import ConfigError, load_config
 from flow_grpo.settings.schema import Config

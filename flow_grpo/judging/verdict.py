@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from flow_grpo.judging.changes import LEAST_SCENES, ConditionRow, earlier_values
+from flow_grpo.judging.changes import LEAST_SCENES
+from flow_grpo.judging.table import Table, common_rows
 from flow_grpo.maths.bootstrap import Interval
 
 LESS_IS_BETTER = ("_deg", "_m", "_px")  # endings of measurements that are errors: degrees, metres, pixels
@@ -148,22 +149,22 @@ def abridged(worse: Sequence[str]) -> list[str]:
     return [*worse[:SHOWN_WORSE], *([f"{more} more, see change_by_camera in summary.json"] if more > 0 else [])]
 
 
-def best_and_worst(
-    before: Sequence[ConditionRow], after: Sequence[ConditionRow], name: str, sign: int, count: int
-) -> tuple[list[int], list[int]]:
-    """Return the places in `after` of the conditions that a metric improved most on, and least.
+def best_and_worst(before: Table, after: Table, name: str, sign: int, count: int) -> tuple[list[int], list[int]]:
+    """Return the rows of `after` that a metric improved most on, and least.
 
     Args:
-        before: rows of the evaluation before training.
-        after: rows of the present one.
-        name: column of `ConditionRow.values`.
+        before: the evaluation before training.
+        after: the present one.
+        name: metric, without `eval/`.
         sign: 1 where more is better, -1 where less is.
-        count: number of each, fewer where there are not twice as many conditions whose value has changed.
+        count: number of each, fewer where there are not twice as many rows whose value has changed.
     """
-    pairs = zip(earlier_values(before, after), after, strict=True)
-    gains = [sign * (row["values"].get(name, math.nan) - (old or {}).get(name, math.nan)) for old, row in pairs]
-    moved = [place for place, gain in enumerate(gains) if math.isfinite(gain) and gain]
-    order = sorted(moved, key=lambda place: -gains[place])
+    if name not in before.values or name not in after.values:
+        return [], []
+    then, now = common_rows(before, after)
+    gains = (sign * (after.values[name][now] - before.values[name][then])).tolist()
+    moved = [(gain, row) for gain, row in zip(gains, now, strict=True) if math.isfinite(gain) and gain]
+    order = [row for _, row in sorted(moved, key=lambda one: -one[0])]
     count = min(count, len(order) // 2)
     return order[:count], order[len(order) - count :][::-1]
 

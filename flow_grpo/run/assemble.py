@@ -258,7 +258,7 @@ def restore(
     checkpoints = run_folder / "checkpoints"
     if checkpoint is not None:
         state.restore(checkpoint, world=world)
-        state.match_evaluation(evaluator.settings.measured_on, own=resume.is_own(checkpoint, checkpoints))
+        state.match_evaluation(evaluator.measured_on, own=resume.is_own(checkpoint, checkpoints))
     return resume.commit(config.resume, checkpoint, checkpoints, world=world)
 
 

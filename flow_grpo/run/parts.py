@@ -16,16 +16,13 @@ from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.data.dataset import make_loader
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.splits import Split
-from flow_grpo.judging.evaluate import EvalSettings, Evaluator
-from flow_grpo.maths.schedule import flow_sigmas
+from flow_grpo.judging.evaluate import Evaluator
 from flow_grpo.models.policy import Policy
-from flow_grpo.records import Guidance
 from flow_grpo.reporting.console import Progress
 from flow_grpo.rewards.base import SCENE_FILES, RewardSet, build_reward, build_reward_set
 from flow_grpo.run.run_state import RunState
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.errors import refusal
-from flow_grpo.settings.own_code import is_own
 from flow_grpo.settings.sampling import sampling_of
 from flow_grpo.settings.schema import Config, TrainConfig
 
@@ -135,42 +132,6 @@ def build_rewards(config: Config, weights: Mapping[str, float], world: World) ->
     return rewards
 
 
-def training_guidance(config: Config) -> Guidance:
-    """Return the guidance of the training rollouts."""
-    return Guidance(config.sample.guidance_scale, config.sample.negative_prompt)
-
-
-def eval_guidance(config: Config) -> Guidance:
-    """Return the guidance of the held-out evaluation: its own where the recipe gives one, else that of training."""
-    training, scale, negative_prompt = (
-        training_guidance(config),
-        config.eval.guidance_scale,
-        config.eval.negative_prompt,
-    )
-    return Guidance(
-        training.scale if scale is None else scale,
-        training.negative_prompt if negative_prompt is None else negative_prompt,
-    )
-
-
-def measured_on(config: Config, held_out: Split) -> dict[str, str | float]:
-    """Return knob -> value of what the held-out metrics depend on besides the weights."""
-    evaluation, guidance = config.eval, eval_guidance(config)
-    return {
-        "eval.split": evaluation.split,
-        "eval.num_conditions": evaluation.num_conditions,
-        "eval.num_steps": evaluation.num_steps,
-        "sample.shift": config.sample.shift,
-        "eval.guidance_scale": guidance.scale,
-        "eval.negative_prompt": guidance.negative_prompt if guidance.scale > 1 else "",
-        "eval.gold": evaluation.gold,
-        "data.num_frames, height, width": f"{config.data.num_frames}x{config.data.height}x{config.data.width}",
-        "data.buckets": ",".join(config.data.buckets),
-        "data.reference": config.data.reference,
-        "data.eval_split": f"scenes {held_out.fingerprint()}",  # or prompts
-    }
-
-
 def build_evaluator(config: Config, policy: Policy, held_out: Split, world: World) -> Evaluator:
     """Return the evaluator on held-out conditions: rewards, similarity to the target video, gold metric.
 
@@ -185,18 +146,7 @@ def build_evaluator(config: Config, policy: Policy, held_out: Split, world: Worl
             f"has a {needed}; pass --config.eval.gold= and judge "
             "checkpoints with tools/evaluate.py --checkpoint"
         )
-    # A policy of one's own has a copy of its start only if it was asked to keep one.
-    adapters = config.model.trained == "lora" and not is_own(config.model.kind)
-    settings = EvalSettings(
-        sigmas=flow_sigmas(evaluation.num_steps, config.sample.shift),
-        num_conditions=evaluation.num_conditions,
-        batch_size=evaluation.batch_size,
-        videos=evaluation.videos,
-        guidance=eval_guidance(config),
-        has_reference=config.train.kl_coef > 0 or adapters,
-        measured_on=measured_on(config, held_out),
-    )
     likeness = {} if config.data.prompts else {"target_view": 0.0}  # prompts have no true view
     measured = build_rewards(config, likeness | config.reward.weights, world)
     gold = build_reward(evaluation.gold, data_root=config.data.root) if evaluation.gold else None
-    return Evaluator(policy, held_out, measured, gold, settings, world)
+    return Evaluator(policy, held_out, measured, gold, config, world)

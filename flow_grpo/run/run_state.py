@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.splits import Split
-from flow_grpo.judging.changes import ConditionRow
+from flow_grpo.judging.table import Table
 from flow_grpo.models.adapters import load_trained_state, trained_parameters
 from flow_grpo.run.saved_state import Learned, OfRank, Shared, check_saved
 from flow_grpo.runtime import device as device_api
@@ -64,9 +64,9 @@ class RunState:
         train_seconds: seconds of training for `max_minutes`: epochs and the evaluations between them, of all starts.
         forward_equivalents: work of the finished epochs over all ranks, see `ForwardCount`.
         before: held-out metrics before training, None until measured.
-        before_rows: the same condition by condition; None until measured, or from an earlier version's checkpoint.
+        table_before: the same condition by condition; None until measured, or from an earlier version's checkpoint.
         floor: `eval_floor/` name -> what the gold estimator finds on perfect videos; empty where not measured.
-        measured_on: what the held-out metrics depend on besides the weights, see `EvalSettings`; {} until measured.
+        measured_on: what the held-out metrics depend on, see `Evaluator`; {} until measured.
         broken: which rule of `train.stop_if` the last epoch has broken, in words, or "".
         shortages: one number for each of the last epochs with dynamic sampling, 1 where the pool fell short.
         history: history of the optimizer steps.
@@ -82,7 +82,7 @@ class RunState:
     train_seconds: float = 0.0
     forward_equivalents: float = 0.0
     before: dict[str, float] | None = None
-    before_rows: list[ConditionRow] | None = None
+    table_before: Table | None = None
     floor: dict[str, float] = dataclasses.field(default_factory=dict)
     measured_on: dict[str, str | float] = dataclasses.field(default_factory=dict)
     broken: str = ""
@@ -101,7 +101,7 @@ class RunState:
             "train_seconds": self.train_seconds,
             "forward_equivalents": self.forward_equivalents,
             "before": self.before,
-            "before_rows": self.before_rows,
+            "before_rows": None if self.table_before is None else self.table_before.rows(),
             "floor": self.floor,
             "measured_on": self.measured_on,
             "broken": self.broken,
@@ -167,7 +167,8 @@ class RunState:
             device_api.set_rng_state(self.device, found.per_rank["random"])
         self.shortages = list(state["shortages"])
         # Not, or not all, in checkpoints of earlier versions:
-        self.measured_on, self.before_rows = state.get("measured_on", {}), state.get("before_rows")
+        rows, self.measured_on = state.get("before_rows"), state.get("measured_on", {})
+        self.table_before = None if rows is None else Table.of_rows(rows)
         self.broken = state.get("broken", "")
         self.floor, self.forward_equivalents = state.get("floor", {}), state.get("forward_equivalents", 0.0)
         self.history = UpdateHistory(
@@ -198,7 +199,7 @@ class RunState:
                     "measured, or they could not be compared with those after; go on with that, and measure otherwise "
                     "with tools/evaluate.py --checkpoint",
                 )
-            self.before, self.before_rows, self.floor, self.measured_on = None, None, {}, {}
+            self.before, self.table_before, self.floor, self.measured_on = None, None, {}, {}
             return
 
     def _own(self, path: str, values: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from flow_grpo.judging.changes import as_metrics, paired_changes
 from flow_grpo.judging.evaluate import Evaluation, Evaluator
 from flow_grpo.judging.reward_signal import NoSignalError, Signal, measure_signal
 from flow_grpo.judging.stop_rules import BrokenPolicyError, broken, check_measured
+from flow_grpo.judging.table import means_by_camera
 from flow_grpo.maths.bootstrap import Interval, percentiles
 from flow_grpo.models.files.adapter_files import save_adapter
 from flow_grpo.records import ScoredBatch, TrainingBatch
@@ -318,7 +319,9 @@ class Trainer:
             seconds = {"time/evaluation_s": self.ledger.since()}
             with self.world.sync_errors("logging"):
                 changes = as_metrics(self.changes(evaluation), list(evaluation.metrics))
-                self.tracker.log(evaluation.metrics | evaluation.by_camera | changes | signal | seconds, step)
+                self.tracker.log(
+                    evaluation.metrics | means_by_camera(evaluation.table) | changes | signal | seconds, step
+                )
                 self.tracker.log_table("eval/presets", evaluation.presets, step)
                 self.gallery.evaluation(evaluation.clips, step, before=self.state.before is None)
             self._evaluated = step, evaluation
@@ -338,9 +341,9 @@ class Trainer:
             self.tracker.log({"time/start_s": self.ledger.since()}, self.state.finished)
         if self.state.before is None:
             first = self.evaluate()
-            self.state.before, self.state.before_rows = first.metrics, first.rows
+            self.state.before, self.state.table_before = first.metrics, first.table
             self.state.floor = self.evaluator.floor()
-            self.state.measured_on = dict(self.evaluator.settings.measured_on)
+            self.state.measured_on = self.evaluator.measured_on
             if self.state.floor:
                 with self.world.sync_errors("logging"):
                     seconds = {"time/floor_s": self.ledger.since()}
@@ -425,8 +428,9 @@ class Trainer:
         return gathered
 
     def changes(self, evaluation: Evaluation) -> dict[str, Interval]:
-        """Return the changes since the evaluation before training; none where its rows are not known."""
-        return paired_changes(self.state.before_rows or (), evaluation.rows)
+        """Return the changes since the evaluation before training; none where its table is not known."""
+        before = self.state.table_before
+        return {} if before is None else paired_changes(before, evaluation.table)
 
     def _stop_if_broken(self) -> None:
         if self.state.broken and self.config.train.stop_if:

@@ -8,17 +8,21 @@ import pytest
 
 from flow_grpo.judging.changes import (
     LEAST_SCENES,
-    ConditionRow,
     as_metrics,
     changes_by_camera,
     paired_changes,
     with_intervals,
 )
+from flow_grpo.judging.table import Table
 from flow_grpo.maths.bootstrap import Interval, mean_interval
 
 
-def row(scene: int, camera: int, **values: float) -> ConditionRow:
+def row(scene: int, camera: int, **values: float) -> dict:
     return {"scene": f"val/scene{scene}", "camera": f"cam{camera:02d}", "preset": "", "values": values}
+
+
+def paired(before: list[dict], after: list[dict]) -> dict[str, Interval]:
+    return paired_changes(Table.of_rows(before), Table.of_rows(after))
 
 
 def test_changes_are_means_of_differences_with_intervals_over_scenes():
@@ -28,7 +32,7 @@ def test_changes_are_means_of_differences_with_intervals_over_scenes():
         row(number // 3, number % 3, err=old["values"]["err"] + change)
         for number, (old, change) in enumerate(zip(before, differences, strict=True))
     ]
-    found = paired_changes(before, after[::-1])["eval/err"]
+    found = paired(before, after[::-1])["eval/err"]
     expected = mean_interval(differences[::-1], [number // 3 for number in reversed(range(15))])
     assert (found.rows, found.groups) == (15, 5)
     for name in ("mean", "low", "high"):
@@ -41,7 +45,7 @@ def test_few_scenes_give_a_change_without_an_interval():
     for scenes, known in ((LEAST_SCENES, True), (LEAST_SCENES - 1, False)):
         before = [row(scene, camera, err=1.0) for scene in range(scenes) for camera in range(9)]
         after = [row(scene, camera, err=1.5 + 0.1 * scene) for scene in range(scenes) for camera in range(9)]
-        found = paired_changes(before, after)["eval/err"]
+        found = paired(before, after)["eval/err"]
         assert found.mean > 0.5 and found.groups == scenes
         assert (math.isfinite(found.low), math.isfinite(found.high)) == (known, known)
 
@@ -49,14 +53,14 @@ def test_few_scenes_give_a_change_without_an_interval():
 def test_only_conditions_with_a_value_both_times_count_and_shares_change_over_all():
     before = [row(0, 0, err=1.0), row(1, 0, err=math.nan), row(2, 0, err=3.0), row(3, 0, err=9.0)]
     after = [row(0, 0, err=2.0), row(1, 0, err=100.0), row(2, 0, err=5.0), row(4, 0, err=50.0)]
-    found = paired_changes(before, after)
+    found = paired(before, after)
     assert (found["eval/err"].mean, found["eval/err"].rows) == (pytest.approx(1.5), 2)
     assert (found["eval/err_valid"].mean, found["eval/err_valid"].rows) == (pytest.approx(1 / 3), 3)
 
 
 @pytest.mark.parametrize(("before", "after"), [([], [row(0, 0, a=1.0)]), ([row(0, 0, a=1.0)], [row(1, 0, a=1.0)])])
 def test_evaluations_without_a_common_condition_have_no_changes(before, after):
-    assert paired_changes(before, after) == {}
+    assert paired(before, after) == {}
 
 
 def test_changes_by_camera_are_those_of_its_conditions_alone_where_these_have_an_interval():
@@ -65,10 +69,10 @@ def test_changes_by_camera_are_those_of_its_conditions_alone_where_these_have_an
     ]
     after = [one | {"values": {"err": 1.0 + 0.1 * n}} for n, one in enumerate(before)]
     lonely = row(0, 2, err=5.0)
-    found = changes_by_camera([*before, lonely], [lonely, *after])
+    found = changes_by_camera(Table.of_rows([*before, lonely]), Table.of_rows([lonely, *after]))
     assert set(found) == {"cam00", "pan"}  # one scene has no interval
     for kind, camera in (("cam00", 0), ("pan", 1)):
-        own = paired_changes(before[camera::2], after[camera::2])["eval/err"]
+        own = paired(before[camera::2], after[camera::2])["eval/err"]
         assert found[kind] == {
             "eval/err": [own.mean, own.low, own.high],
             "eval/err_valid": [0.0, 0.0, 0.0],

@@ -10,12 +10,14 @@ from unittest import mock
 import pytest
 import torch
 
-from flow_grpo.judging.evaluate import EvalSettings, Evaluator
+from flow_grpo.judging.evaluate import Evaluator
+from flow_grpo.judging.table import means_by_camera
 from flow_grpo.records import Condition, Guidance, RewardResult
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.context_parallel import share_samples
 from flow_grpo.runtime.ranks.process_group import World
-from tests.toy import SIGMAS, BrightnessReward, ToyPolicy, condition
+from flow_grpo.settings.schema import Config, EvalConfig, ModelConfig, SampleConfig, TrainConfig
+from tests.toy import BrightnessReward, ToyPolicy, condition
 from tests.workers import run_ranks
 
 PRESETS = ("pan_right", "zoom_in", None)
@@ -33,6 +35,9 @@ class ToyData:
     def size_of(self, index: int) -> tuple[int, int, int]:
         return (5, 2, 2)
 
+    def fingerprint(self) -> str:
+        return "toys"
+
 
 class Gold:
     """The sample's index, unknown for the condition with index 4."""
@@ -47,11 +52,17 @@ class Gold:
 
 
 def evaluator(
-    world: World | None = None, *, policy: ToyPolicy | None = None, number=7, batch_size=3, **settings
+    world: World | None = None, *, policy: ToyPolicy | None = None, number=7, batch_size=3, kl_coef=0.1, **knobs
 ) -> Evaluator:
+    """A policy of the user's own, which has a copy of its start with a KL only."""
     rewards = RewardSet([BrightnessReward(broken=[(5, 0)])], {"brightness": 1.0})
-    made = EvalSettings(SIGMAS, number, batch_size, videos=2, **{"has_reference": True, **settings})
-    return Evaluator(policy or ToyPolicy(), ToyData(), rewards, Gold(), made, world or World())
+    config = Config(
+        model=ModelConfig(kind="toy.py:Toy"),
+        sample=SampleConfig(shift=3.0),
+        train=TrainConfig(kl_coef=kl_coef),
+        eval=EvalConfig(num_conditions=number, batch_size=batch_size, num_steps=6, videos=2, **knobs),
+    )
+    return Evaluator(policy or ToyPolicy(), ToyData(), rewards, Gold(), config, world or World())
 
 
 def test_the_deterministic_sampler_is_used_and_every_condition_measured_once():
@@ -65,7 +76,7 @@ def test_conditions_are_encoded_with_the_evaluation_s_guidance():
     policy, seen = ToyPolicy(), []
     encode = policy.encode
     policy.encode = lambda conditions, guidance: (seen.append(guidance), encode(conditions))[1]
-    evaluator(policy=policy, guidance=Guidance(5.0, "blurry")).run()
+    evaluator(policy=policy, guidance_scale=5.0, negative_prompt="blurry").run()
     assert set(seen) == {Guidance(5.0, "blurry")}
 
 
@@ -104,7 +115,7 @@ def test_presets_have_their_own_rows():
 
 
 def test_kinds_of_camera_have_their_own_means_and_shares():
-    found = evaluator(number=12).run().by_camera
+    found = means_by_camera(evaluator(number=12).run().table)
     assert {name.split("/")[1] for name in found} == {"pan_right", "zoom_in", "cam02"}
     assert found["eval_by_camera/pan_right/trans_err_m"] == pytest.approx((0 + 3 + 6 + 9) / 4)
     assert found["eval_by_camera/zoom_in/trans_err_m"] == pytest.approx((1 + 7 + 10) / 3)
@@ -116,8 +127,8 @@ def test_kinds_of_camera_have_their_own_means_and_shares():
 
 def test_every_condition_has_a_row_with_all_that_was_measured_on_it():
     found = evaluator(number=12).run()
-    scenes = {row["scene"]: row for row in found.rows}
-    assert len(scenes) == 12 and {row["camera"] for row in found.rows} == {"cam02"}
+    scenes = {row["scene"]: row for row in found.table.rows()}
+    assert len(scenes) == 12 and set(found.table.cameras) == {"cam02"}
     first, fifth = scenes["val/f17_aperture10/scene0"], scenes["val/f17_aperture10/scene5"]
     assert (first["preset"], fifth["preset"]) == ("pan_right", "")
     assert first["values"].keys() == {"brightness", "brightness_percent", "gold", "trans_err_m"}
@@ -170,7 +181,7 @@ def test_conditions_without_a_true_video_are_left_out_of_the_floor():
 def _evaluate(world: World, share: int = 1) -> tuple[tuple[dict[str, float], dict[str, float]], list, int]:
     made = evaluator(share_samples(world, share, torch.device("cpu"))[0])
     found = made.run()
-    return (found.metrics | made.floor(), found.by_camera), found.presets, len(found.clips)
+    return (found.metrics | made.floor(), means_by_camera(found.table)), found.presets, len(found.clips)
 
 
 @pytest.mark.parametrize(("world_size", "share"), [(2, 1), (8, 1), (4, 2), (2, 2)])
@@ -248,8 +259,8 @@ def test_conditions_shown_once_more_have_what_the_starting_policy_makes_of_them_
     before = evaluator(policy=policy).run()
     policy.net.outer.bias.data -= 5
     after = evaluator(policy=policy).run()
-    (first,) = [place for place, row in enumerate(before.rows) if before.clips[0].of["scene"] == row["scene"]]
-    (clip,) = evaluator(policy=policy).clips([first], after.rows, before.rows)
+    first = before.table.scenes.index(before.clips[0].of["scene"])
+    (clip,) = evaluator(policy=policy).clips([first], before.table, after.table)
     assert list(clip.panels) == ["source", "base", "now", "true view"]
     now = (before.clips[0].panels["now"], after.clips[0].panels["now"])
     for name, wanted in zip(("base", "now"), now, strict=True):
@@ -260,16 +271,16 @@ def test_conditions_shown_once_more_have_what_the_starting_policy_makes_of_them_
 def test_a_policy_without_a_copy_of_its_start_is_shown_without():
     policy = ToyPolicy()
     policy.reference = mock.Mock(side_effect=AttributeError("a copy that was never made"))
-    made = evaluator(policy=policy, has_reference=False)
-    rows = made.run().rows
-    (clip,) = made.clips([0], rows, rows)
+    made = evaluator(policy=policy, kl_coef=0.0)
+    table = made.run().table
+    (clip,) = made.clips([0], table, table)
     assert "base" not in clip.panels
 
 
 def _clips(world: World) -> list[list[str]]:
     made = evaluator(world)
-    rows = made.run().rows
-    return [list(clip.panels) for clip in made.clips([0, 2], rows, rows)]
+    table = made.run().table
+    return [list(clip.panels) for clip in made.clips([0, 2], table, table)]
 
 
 def test_all_ranks_sample_what_the_first_one_shows():

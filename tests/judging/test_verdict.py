@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from flow_grpo.judging.table import Table
 from flow_grpo.judging.verdict import DO_NOT_USE, abridged, best_and_worst, direction, judge, worse_by_camera
 from flow_grpo.maths.bootstrap import Interval
 
@@ -140,9 +141,11 @@ def row(camera: str, value: float) -> dict:
 
 
 def test_best_and_worst_are_those_that_changed_most_in_the_better_and_the_worse_direction():
-    before = [row(name, 1.0) for name in "abcde"]
-    after = [row("c", 0.5), row("a", 0.9), row("e", math.nan), row("b", 2.0), row("d", 0.1), row("new", 0.0)]
+    before = Table.of_rows([row(name, 1.0) for name in "abcde"])
+    values = {"c": 0.5, "a": 0.9, "e": math.nan, "b": 2.0, "d": 0.1, "new": 0.0}
+    after = Table.of_rows([row(name, value) for name, value in values.items()])
     assert best_and_worst(before, after, "deg", -1, 1) == ([4], [3])
     assert best_and_worst(before, after, "deg", -1, 9) == ([4, 0], [3, 1])
     assert best_and_worst(before, after, "deg", 1, 1) == ([3], [4])
-    assert best_and_worst([], after, "deg", 1, 2) == best_and_worst(before, after, "m", 1, 2) == ([], [])
+    nothing = best_and_worst(before, after, "m", 1, 2)
+    assert best_and_worst(Table.of_rows([]), after, "deg", 1, 2) == nothing == ([], [])

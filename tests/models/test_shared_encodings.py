@@ -11,7 +11,7 @@ import torch
 
 from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.rollout.shared_encodings import share_encodings
-from flow_grpo.judging.evaluate import EvalSettings, Evaluator
+from flow_grpo.judging.evaluate import Evaluator
 from flow_grpo.judging.reward_signal import sample_group
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.records import Condition
@@ -20,7 +20,7 @@ from flow_grpo.runtime.ranks.context_parallel import share_samples
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.tensor_store import TensorStore
 from flow_grpo.settings.sampling import Sampling
-from flow_grpo.settings.schema import Config
+from flow_grpo.settings.schema import Config, EvalConfig
 from tests.models.test_wan_policy import condition
 from tests.tiny_models import CPU, tiny_networks
 from tests.toy import SDE, SIGMAS, BrightnessReward, blocks_of, sample_config
@@ -111,7 +111,8 @@ def _measured(world: World) -> tuple[int, int]:
     sampling = Sampling(SIGMAS, SDE, seed=3, blocks=blocks_of(config.sample))
     sample_group(Collector(made, Mock(), rewards, sampling, config, world), Held(), sampling, gid=2)
     of_group = made.codec.encode.call_count
-    Evaluator(made, Held(), rewards, None, EvalSettings(SIGMAS, 3, 2, videos=0), world).run()
+    config = dataclasses.replace(config, eval=EvalConfig(num_conditions=3, batch_size=2, num_steps=2, videos=0))
+    Evaluator(made, Held(), rewards, None, config, world).run()
     return of_group, made.codec.encode.call_count
 
 

@@ -10,6 +10,7 @@ import torch
 from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.data.splits import held_out_data, multicam_data, training_data
 from flow_grpo.data.tiny_world import ensure_tiny_world
+from flow_grpo.judging.evaluate import eval_guidance, training_guidance
 from flow_grpo.records import Guidance
 from flow_grpo.run import parts as build
 from flow_grpo.runtime.ranks.process_group import Group, World
@@ -71,9 +72,8 @@ def test_a_checkpoint_of_a_run_with_other_scenes_set_aside_is_of_other_data(worl
 def test_evaluation_takes_training_s_guidance_unless_it_has_its_own(world, changes, expected):
     training = ["--config.sample.guidance_scale=2", "--config.sample.negative_prompt=dark"]
     config = settings(world, "--config.eval.num_conditions=8", *training, *changes)
-    assert build.training_guidance(config) == Guidance(2.0, "dark")
-    assert build.eval_guidance(config) == expected
-    assert build.build_evaluator(config, None, multicam_data(config.data, "val"), World()).settings.guidance == expected
+    assert training_guidance(config) == Guidance(2.0, "dark")
+    assert eval_guidance(config) == expected
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,11 @@ def test_evaluation_takes_training_s_guidance_unless_it_has_its_own(world, chang
     ],
 )
 def test_what_an_evaluation_depends_on_tells_different_ones_apart(world, change):
-    first, other = (
-        build.measured_on(config, held_out_data(config.data, config.eval))
-        for config in (settings(world), settings(world, f"--config.{change}"))
-    )
-    assert first != other
-    assert first == build.measured_on(settings(world), held_out_data(settings(world).data, settings(world).eval))
+    def measured_on(*changes: str) -> dict:
+        config = settings(world, "--config.eval.num_conditions=8", *changes)
+        return build.build_evaluator(config, None, held_out_data(config.data, config.eval), World()).measured_on
+
+    assert measured_on(f"--config.{change}") != measured_on() == measured_on()
 
 
 def test_servers_and_their_timeouts_reach_the_rewards(world):

@@ -20,9 +20,10 @@ import train_grpo
 from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
 from flow_grpo.cost.forward_count import ForwardCount
 from flow_grpo.judging import changes
-from flow_grpo.judging.evaluate import EvalSettings, Evaluation, Evaluator
+from flow_grpo.judging.evaluate import Evaluation, Evaluator
 from flow_grpo.judging.reward_signal import NoSignalError
 from flow_grpo.judging.stop_rules import BrokenPolicyError
+from flow_grpo.judging.table import Table
 from flow_grpo.records import RewardResult
 from flow_grpo.reporting.console import Progress
 from flow_grpo.reporting.drawing import plots
@@ -58,8 +59,7 @@ DYNAMIC = DynamicSamplingConfig(True, 1, "fallback_original", "", skip_step_if_a
 
 
 def a_config(**changes) -> Config:
-    values = {field.name: None for field in dataclasses.fields(Config)}
-    values |= {
+    values = {
         "num_epochs": 3,
         "max_minutes": 0.0,
         "debug": False,
@@ -85,7 +85,7 @@ def make_trainer(folder: Path, world: World, **changes) -> Trainer:
         config=config,
         collector=sampling,
         updater=moving,
-        evaluator=Evaluator(policy, ToyData(), rewards, None, EvalSettings(SIGMAS, 4, 4, 1, has_reference=True), world),
+        evaluator=Evaluator(policy, ToyData(), rewards, None, config, world),
         state=RunState(policy.net, moving.optimizer, sampling.stream.sampler, None, torch.device("cpu"), {}),
         tracker=Tracker(folder, {}, (), world),
         progress=progress,
@@ -465,10 +465,11 @@ def test_a_checkpoint_is_written_behind_the_next_epoch_and_its_failure_ends_the_
     assert trainer.state.finished == 2
 
 
-@pytest.mark.parametrize(("found", "score"), [({"eval/brightness": 0.5}, None), ({"eval/rot_err_deg": 0.5}, -0.5)])
+@pytest.mark.parametrize(("found", "score"), [("brightness", None), ("rot_err_deg", -0.5)])
 def test_a_checkpoint_s_score_is_its_best_metric_if_that_has_a_value(a_trainer, tmp_path, found, score):
     trainer = a_trainer(checkpoint=CheckpointConfig(every=1, keep=1, best="-eval/rot_err_deg"))
-    trainer.evaluator.run = lambda weights: Evaluation(found, {}, [], [], [])
+    row = {"scene": "", "camera": "", "preset": "", "values": {found: 0.5}}
+    trainer.evaluator.run = lambda weights: Evaluation(Table.of_rows([row]), [])
     trainer.evaluate()
     trainer.save()
     manifest = tmp_path / "checkpoints" / "checkpoint_000000" / "manifest.json"
@@ -695,7 +696,8 @@ def test_the_best_checkpoint_is_that_of_the_best_evaluation(a_trainer, tmp_path,
 
     def measured(weights: object) -> Evaluation:
         found = measure(weights)
-        return dataclasses.replace(found, metrics=found.metrics | {"eval/brightness": next(values)})
+        found.table.values["brightness"].fill_(next(values))
+        return found
 
     monkeypatch.setattr(trainer.evaluator, "run", measured)
     run(trainer)

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from flow_grpo.data.splits import held_out_data
 from flow_grpo.data.tiny_world import ensure_tiny_world
-from flow_grpo.judging.evaluate import held_out_indices
+from flow_grpo.judging.evaluate import eval_guidance, held_out_indices
 from flow_grpo.maths.keys import key
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.encoders.codec import codec_settings
@@ -21,7 +21,6 @@ from flow_grpo.models.files.adapter_files import load_adapter
 from flow_grpo.models.registry import video_model
 from flow_grpo.models.wan_policy import WanPolicy, load_networks
 from flow_grpo.records import Condition
-from flow_grpo.run import parts
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.runtime.device import DTYPES
@@ -114,7 +113,7 @@ def _entry(condition: Condition, focal_px: float | None) -> dict[str, Any]:
 
 
 def _policy(config: Config, adapter: Path | None) -> WanPolicy:
-    model, guidance, dtype = config.model, parts.eval_guidance(config), DTYPES[config.model.dtype]
+    model, guidance, dtype = config.model, eval_guidance(config), DTYPES[config.model.dtype]
     device = device_api.resolve(config.device)
     device_api.setup(device, config.deterministic, config.num_threads)
     kind, settings = video_model(model.kind), codec_settings(model)

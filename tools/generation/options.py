@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 from config.base import get_config
 from config.grpo import WAN_NEGATIVE_PROMPT
 from flow_grpo.cost.plan import largest_size
+from flow_grpo.judging.evaluate import eval_guidance
 from flow_grpo.models.encoders.codec import codec_settings
 from flow_grpo.models.registry import video_model
 from flow_grpo.run import starts
-from flow_grpo.run.parts import eval_guidance
 from flow_grpo.runtime.device import DTYPES
 
 

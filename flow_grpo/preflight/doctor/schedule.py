@@ -16,10 +16,10 @@ from torch import Tensor
 
 from flow_grpo.algorithm.rollout.denoise import step_transition
 from flow_grpo.algorithm.update.objective import GrpoObjective
+from flow_grpo.judging.evaluate import eval_guidance, training_guidance
 from flow_grpo.maths.sde import coefficients
 from flow_grpo.preflight.doctor.findings import Finding, equal_on_ranks, finding
 from flow_grpo.records import Guidance
-from flow_grpo.run.parts import eval_guidance, training_guidance
 from flow_grpo.run.trainer import Trainer
 from flow_grpo.settings.sampling import Sampling, SdeSettings
 
