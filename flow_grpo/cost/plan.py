@@ -24,7 +24,7 @@ from flow_grpo.models.registry import is_video_model, video_model
 from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.ranks.sharding import gradient_bytes
 from flow_grpo.settings.objectives import traits_of, window_length
-from flow_grpo.settings.sampling import sampling_of
+from flow_grpo.settings.sampling import offloads_rollouts, sampling_of
 from flow_grpo.settings.schema import Config, ModelConfig
 from flow_grpo.settings.values import parse_bucket
 
@@ -259,7 +259,7 @@ def _memory(
     # The states, the final latents and the conditioning.
     kept = window_length(config) + 1 if traits_of(config).replays_steps else 0
     one = 4 * (math.prod(latents) * (kept + 1) + sum(map(math.prod, inputs)) + prompt)
-    offloaded = sample.offload or config.dynamic_sampling.enabled
+    offloaded = offloads_rollouts(config)
     trajectories = one * sample.expanded_batch_size
     on_device = one * (max(train.batch_size, sample.train_batch_size) if offloaded else sample.expanded_batch_size)
     fixed = transformer / shards + gathered + states + frozen + on_device

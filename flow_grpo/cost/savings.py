@@ -15,6 +15,7 @@ from flow_grpo.cost.codec_cost import rate_beside_transformer
 from flow_grpo.cost.plan import Plan, largest_size, make_plan
 from flow_grpo.settings.checks import check, check_world
 from flow_grpo.settings.errors import ConfigError
+from flow_grpo.settings.sampling import offloads_rollouts
 from flow_grpo.settings.schema import Config
 
 NOT_SEEN = 0.005  # GiB: a knob that saves less is left out
@@ -48,7 +49,7 @@ def knobs(config: Config, devices: int) -> list[Saving]:
         (model.checkpointing in ("none", "keep_attention"), {"model.checkpointing": "blocks"}),
         (train.batch_size > 1, {"train.batch_size": 1}),
         (not model.encodings, {"model.encodings": "FOLDER"}),
-        (not sample.offload and not config.dynamic_sampling.enabled, {"sample.offload": True}),
+        (not offloads_rollouts(config), {"sample.offload": True}),
         (not model.offload, {"model.offload": True}),
         (can_shard, shards),
     ]

@@ -86,3 +86,9 @@ def sampling_of(config: Config) -> Sampling:
         record=traits_of(config).replays_steps,
         calls=calls,
     )
+
+
+def offloads_rollouts(config: Config) -> bool:
+    """Return whether samples wait for the update in CPU memory."""
+    # A pool grows over several rounds, and copies are chosen from a whole round.
+    return config.sample.offload or config.dynamic_sampling.enabled or config.train.copies > 0

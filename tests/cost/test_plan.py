@@ -130,6 +130,7 @@ def test_the_model_folder_is_measured_where_there_is_one(capsys):
         (["--config.model.offload=true"], ["weights_gib", "update_gib"], ["host_gib"]),
         (["--config.model.encodings=enc"], ["weights_gib", "update_gib", "rollout_gib"], []),
         (["--config.sample.offload=true"], ["trajectories_gib"], ["host_gib"]),
+        (["--config.train.copies=2"], ["trajectories_gib"], ["host_gib"]),  # chosen from a whole round
         (["--config.train.batch_size=1"], ["activations_gib", "update_gib"], ["update_calls"]),
         (["--config.train.ema_decay=0.9"], [], ["optimizer_gib"]),
         (["--config.model.trained=attention", "--config.train.kl_coef=0.1"], [], ["optimizer_gib", "update_s"]),

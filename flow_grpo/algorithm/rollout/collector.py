@@ -23,7 +23,7 @@ from flow_grpo.records import Condition, Conditioning, RewardResult, Samples, Sc
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.clock import Clock
 from flow_grpo.runtime.ranks.process_group import World
-from flow_grpo.settings.sampling import Sampling
+from flow_grpo.settings.sampling import Sampling, offloads_rollouts
 from flow_grpo.settings.schema import Config
 
 
@@ -90,8 +90,7 @@ class Collector:
         self.rewards = rewards
         self.sampling = sampling
         self.config = config
-        # A pool grows over several rounds, and copies are chosen from a whole round.
-        self.offload = config.sample.offload or config.dynamic_sampling.enabled or config.train.copies > 0
+        self.offload = offloads_rollouts(config)
         self.world = world
         self._prints = config.debug and world.is_main
         self._on_batch = on_batch
