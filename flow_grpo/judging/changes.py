@@ -23,7 +23,7 @@ def paired_changes(before: Table, after: Table) -> dict[str, Interval]:
     found: dict[str, Interval] = {}
     for name in (name for name in after.values if name in before.values):
         old, new = before.values[name][then], after.values[name][now]
-        valid = new.isfinite().double() - old.isfinite().double()
+        valid = new.isfinite().float() - old.isfinite().float()
         for ending, differences in (("", new - old), ("_valid", valid)):
             rows = [row for row, known in enumerate(differences.isfinite().tolist()) if known]
             if rows:

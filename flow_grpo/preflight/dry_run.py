@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,7 +42,12 @@ def show_plan(config: Config, devices: int) -> None:
     size = largest_size(config)
     tensors = epoch_tensors(config, size, devices)
     print(f"dry run on {devices} device(s), nothing is allocated; one rank's epoch at {size[0]}x{size[1]}x{size[2]}:")
-    print(as_text(tensors), flush=True)
+    widest = max(len(tensor.name) for tensor in tensors)
+    for tensor in tensors:
+        shape = f"{list(tensor.shape)!s:30s}"
+        print(
+            f"{tensor.phase:12s} {tensor.name:{widest}s} {shape} {tensor.dtype:9s} {tensor.mib:10,.2f} MiB", flush=True
+        )
     device = device_api.resolve(config.device)
     device_api.select(device)
     limit = ASSUMED_GIB if device.type == "cpu" else device_api.memory(device)["total"]
@@ -54,30 +58,19 @@ def show_plan(config: Config, devices: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """A tensor that one rank holds during an epoch.
+    """A tensor that one rank holds during an epoch."""
 
-    Attributes:
-        phase: phase of the epoch, such as "rollout".
-        name: name of the tensor.
-        shape: dimensions.
-        dtype: such as "float32".
-        mib: size in MiB.
-    """
-
-    phase: str
+    phase: str  # of the epoch, such as "rollout"
     name: str
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # such as "float32"
     mib: float
 
 
 def epoch_tensors(config: Config, size: tuple[int, int, int], world_size: int) -> list[TensorInfo]:
-    """Return the tensors of one rank's epoch; loaders, rewards and collectives are left out.
+    """Return the tensors of one rank's epoch with videos of (frames, rows, columns) on `world_size` ranks.
 
-    Args:
-        config: the recipe.
-        size: video frames, rows, columns.
-        world_size: W.
+    Loaders, rewards and collectives are left out.
 
     Raises:
         ValueError: the videos do not fit the model.
@@ -98,16 +91,11 @@ def epoch_tensors(config: Config, size: tuple[int, int, int], world_size: int) -
 
 
 def _rolled_out(policy: FakePolicy, config: Config, size: tuple[int, int, int], found: list[TensorInfo]) -> ScoredBatch:
-    """Run one batch from conditions to videos; its rewards are placeholders."""
     rows, prompt = config.sample.train_batch_size, config.data.prompt
     with policy.fake_mode:
         poses = torch.empty(size[0], 4, 4)
-        fields: dict[str, Any] = {
-            "source_video": torch.empty(3, *size),
-            "target_poses": poses,
-            "source_poses": poses,
-            "intrinsics": torch.empty(4),
-        }
+        fields: dict[str, Any] = {"source_video": torch.empty(3, *size), "intrinsics": torch.empty(4)}
+        fields |= {"target_poses": poses, "source_poses": poses}
         given = {name: fields[name] for name in policy.model.needs}
         conditions = tuple(
             Condition(index=row, gid=row, slot=0, prompt=prompt, source_id=str(row), wanted_size=size, **given)
@@ -162,13 +150,3 @@ def _note(found: list[TensorInfo], phase: str, tensors: dict[str, Tensor]) -> No
     for name, tensor in tensors.items():
         mib = tensor.numel() * tensor.element_size() / 2**20
         found.append(TensorInfo(phase, name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), mib))
-
-
-def as_text(tensors: Sequence[TensorInfo]) -> str:
-    """Return one line per tensor."""
-    widest = max(len(tensor.name) for tensor in tensors)
-    return "\n".join(
-        f"{tensor.phase:12s} {tensor.name:{widest}s} {list(tensor.shape)!s:30s} {tensor.dtype:9s} "
-        f"{tensor.mib:10,.2f} MiB"
-        for tensor in tensors
-    )

@@ -24,7 +24,8 @@ class Traits:
 
     Attributes:
         implementation: "MODULE:CLASS".
-        replays_steps: it learns from the stochastic steps of the rollout, which trajectories then keep.
+        replays_steps: it learns from the stochastic steps of the rollout, which trajectories then keep; its class has
+            `GrpoObjective`'s `replay`, `reference_mean` and `step_weight`, by which the doctor examines them.
         passes: backward passes over a sample.
         forwards: calls without gradient beside each of them: reference, old policy, averaged weights.
         forbids: raises ConfigError for settings that cannot work with it.

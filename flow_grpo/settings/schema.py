@@ -185,7 +185,9 @@ class SampleConfig(Section):
     layout: Literal["spread", "shuffled", "contiguous"] = knob(
         "spread", "placement of a group's copies: on different ranks | random | all on one rank"
     )
-    offload: Bool = knob(False, "keep the trajectory in CPU memory until the update; dynamic sampling and train.copies always do")
+    offload: Bool = knob(
+        False, "keep the trajectory in CPU memory until the update; dynamic sampling and train.copies always do"
+    )
     same_initial_noise: Bool = knob(False, "the copies of a group share their initial noise; step noise differs")
     share_prefix: Bool = knob(
         False, "compute the steps before a group's window once for all copies, which share their initial noise"

@@ -27,6 +27,7 @@ from flow_grpo.preflight.doctor.probe import (
     bit_exact,
     check_latents_fp32,
     replay,
+    replaying_objective,
     roll_out_probe,
 )
 from flow_grpo.preflight.doctor.weights import examine_gradients, logged_gradients
@@ -49,38 +50,38 @@ def examine_epoch(trainer: Trainer, updates_per_epoch: int) -> Iterator[Finding]
     Raises:
         RuntimeError: on every rank, for anything that ends an epoch.
     """
-    updater, train, objective = trainer.updater, trainer.config.train, trainer.updater.objective
-    with restored_afterwards(trainer), logged_gradients(trainer) as gradients:
-        if isinstance(objective, GrpoObjective):
+    updater, train, replaying = trainer.updater, trainer.config.train, replaying_objective(trainer)
+    with _restored_afterwards(trainer), logged_gradients(trainer) as gradients:
+        if replaying is not None:
             probe = roll_out_probe(trainer)
-            before = replay(objective, probe, train.batch_size)
-            kl_before, _ = kl_and_gradient(trainer, objective, probe)
-        batch = sample_epoch(trainer)
+            before = replay(replaying, probe, train.batch_size)
+            kl_before, _ = _kl_and_gradient(trainer, replaying, probe)
+        batch = _sample_epoch(trainer)
         k, flat = trainer.config.sample.k, trainer.metrics["train/zero_std_ratio"]
         said = f"{len(batch) * trainer.world.data.size // k} groups of {k} copies, {flat:.0%} of them flat"
         way_out = "copies score the same: raise sample.noise_level or sample.k, or check the rewards' noise floors"
         yield finding("groups", said, warn=way_out if flat == 1 else "")
         first = update(updater, batch, 0)
-        if isinstance(objective, GrpoObjective):
-            after = replay(objective, probe, train.batch_size)
+        if replaying is not None:
+            after = replay(replaying, probe, train.batch_size)
             moved = guard_log_ratios(before, after) if train.guard else after.log_ratios - before.log_ratios
             yield check_clip(moved, train.clip_range, updates_per_epoch)
             if train.kl_coef:
-                kl, gradient = kl_and_gradient(trainer, objective, probe)
+                kl, gradient = _kl_and_gradient(trainer, replaying, probe)
                 yield check_kl(train.kl_coef, kl_before, kl, gradient, exact=bit_exact(trainer))
             else:
                 yield finding("kl", "train.kl_coef is 0: there is no reference policy")
         # One factor of a LoRA adapter has no gradient until the other has moved. The ratio is 1 in this update:
         # samples beyond the clip range would have no gradient.
         unclipped = copy.copy(updater)
-        unclipped.objective = objective.with_settings(dataclasses.replace(train, old_log_prob="detach"))
+        unclipped.objective = updater.objective.with_settings(dataclasses.replace(train, old_log_prob="detach"))
         second = update(unclipped, batch, 1)
         if first["train/bad_steps"] or second["train/bad_steps"]:
             way_out = "lower train.learning_rate or sample.noise_level, or compute in fp32 (model.dtype)"
             yield finding("update", "a loss or a gradient was not finite, see above", fail=way_out)
             return
-        if isinstance(objective, GrpoObjective):
-            yield from examine_transport(trainer, batch, before, first["policy/ratio_first_max_abs_log"])
+        if replaying is not None:
+            yield from _examine_transport(trainer, batch, before, first["policy/ratio_first_max_abs_log"])
         yield from examine_gradients(trainer, gradients)
         norms = first["train/grad_norm"], second["train/grad_norm"]
         said = f"gradient norms of two updates {', '.join(f'{norm:.2g}' for norm in norms)}"
@@ -89,8 +90,7 @@ def examine_epoch(trainer: Trainer, updates_per_epoch: int) -> Iterator[Finding]
 
 
 @contextlib.contextmanager
-def restored_afterwards(trainer: Trainer) -> Iterator[None]:
-    """Inside, weights may move; on exit weights, optimizer state and EMA are restored."""
+def _restored_afterwards(trainer: Trainer) -> Iterator[None]:
     optimizer, ema = trainer.updater.optimizer, trainer.state.ema
     parameters = trainer.updater.policy.trained_parameters()
     weights = [local(parameter).clone() for parameter in parameters]
@@ -108,12 +108,8 @@ def restored_afterwards(trainer: Trainer) -> Iterator[None]:
             ema.load_state_dict(average)
 
 
-def sample_epoch(trainer: Trainer) -> TrainingBatch:
-    """Sample, score and compare an epoch as training does; return it with signs as advantages; collective call.
-
-    Raises:
-        RuntimeError: on every rank, if groups are incomplete.
-    """
+def _sample_epoch(trainer: Trainer) -> TrainingBatch:
+    """Sample, score and compare an epoch as training does, with signs as advantages."""
     batches = trainer.sample()
     gathered = trainer.gather(batches)
     return with_signs(trainer.compare(compare.everything(batches, gathered, trainer.world)), trainer.world.data.rank)
@@ -136,12 +132,12 @@ def log_ratio_of_one_update(trainer: Trainer) -> float:
 
     Collective call: every rank must call it.
     """
-    objective, rows = trainer.updater.objective, trainer.config.train.batch_size
-    assert isinstance(objective, GrpoObjective), "only recorded steps have a log-ratio"
-    with restored_afterwards(trainer):
+    objective, rows = replaying_objective(trainer), trainer.config.train.batch_size
+    assert objective is not None, "only recorded steps have a log-ratio"
+    with _restored_afterwards(trainer):
         probe = roll_out_probe(trainer)
         before = replay(objective, probe, rows)
-        update(trainer.updater, sample_epoch(trainer), 0)
+        update(trainer.updater, _sample_epoch(trainer), 0)
         moved = replay(objective, probe, rows).log_ratios - before.log_ratios
     return float(trainer.world.data.all_gather(moved.square().mean().cpu()[None]).mean().sqrt())
 
@@ -176,7 +172,7 @@ def check_clip(log_ratios: Tensor, clip_range: float, updates: int) -> Finding:
     return finding("clip", said, fail=warn if all_clipped else "", warn=warn)
 
 
-def kl_and_gradient(trainer: Trainer, objective: GrpoObjective, probe: Samples) -> tuple[float, float]:
+def _kl_and_gradient(trainer: Trainer, objective: GrpoObjective, probe: Samples) -> tuple[float, float]:
     """Return the KL of the first stochastic step to the reference, and the norm of its gradient on this rank.
 
     Computed on one micro-batch, since the device may not have memory for more. Both are 0 without a reference.
@@ -207,14 +203,10 @@ def check_kl(coefficient: float, before: float, after: float, gradient: float, *
     return finding("kl", said, fail="" if starts and after > before and gradient > 0 else way_out)
 
 
-def examine_transport(trainer: Trainer, batch: TrainingBatch, probe: Replay, gap: float) -> Iterator[Finding]:
-    """Check that the samples of an epoch reached the update unchanged; collective call.
+def _examine_transport(trainer: Trainer, batch: TrainingBatch, probe: Replay, gap: float) -> Iterator[Finding]:
+    """Check that the samples of an epoch reached the update unchanged.
 
-    Args:
-        trainer: run that is examined.
-        batch: batch of the update.
-        probe: batch that was replayed directly, before the update.
-        gap: largest |log-ratio| of the first update to the rollout, in nats.
+    `probe` was replayed directly, before the update, whose largest |log-ratio| to the rollout is `gap` nats.
     """
     exact = bit_exact(trainer) and trainer.updater.plan(batch, 0).as_rolled_out
     probe_gap = (probe.log_ratios.cpu() / probe.units).abs().max()

@@ -53,8 +53,6 @@ def full(updates_per_epoch: int) -> Mapping[str, Check]:
 def examine(trainer: Trainer) -> None:
     """Examine a run, report on rank 0, and plot its stochastic steps; nothing where no epoch is left.
 
-    Collective call: every rank must call it.
-
     Raises:
         ValueError: on every rank, if a check failed.
     """
@@ -79,7 +77,7 @@ def examine(trainer: Trainer) -> None:
 
 
 def run_checks(trainer: Trainer, checks: Mapping[str, Check]) -> list[Finding]:
-    """Return the findings of a list of checks, identical on every rank; collective call: every rank must call it.
+    """Return the findings of a list of checks, identical on every rank.
 
     A check that cannot be made, which every rank knows, is a failed one. After any other error with several ranks the
     peers wait in a collective call: it is raised, and rank 0 prints what was found before.

@@ -13,23 +13,16 @@ STATUSES = ("ok", "warn", "fail")  # by severity
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """The outcome of one check.
-
-    Attributes:
-        name: name of the check.
-        status: "ok", "warn" (training works, maybe not as intended) or "fail" (it would not learn what it should).
-        measured: measured value and its bound.
-        way_out: remedy; "" when all is well.
-    """
+    """The outcome of one check."""
 
     name: str
-    status: str
-    measured: str
-    way_out: str = ""
+    status: str  # "ok", "warn" (training works, maybe not as intended) or "fail" (it would not learn what it should)
+    measured: str  # value and its bound
+    way_out: str = ""  # remedy; "" when all is well
 
 
 def finding(name: str, measured: str, *, fail: str = "", warn: str = "") -> Finding:
-    """Return a finding; a non-empty way out in `fail` or `warn` sets the status, `fail` first."""
+    """Return a finding, whose status a way out in `fail` or `warn` sets, `fail` first."""
     status = "fail" if fail else "warn" if warn else "ok"
     return Finding(name, status, measured, fail or warn)
 

@@ -36,7 +36,7 @@ LIBRARIES = ("diffusers", "transformers", "accelerate", "peft")  # their version
 
 
 def examine_machine(trainer: Trainer) -> Iterator[Finding]:
-    """Check the machine of every rank; collective call: every rank must call it."""
+    """Check the machine of every rank."""
     config, device, world, folder = trainer.config, trainer.device, trainer.world, trainer.run_folder
     copies = 3 + (trainer.state.ema is not None)  # weights, two moments, EMA
     weights = sum(parameter.numel() for parameter in trained_parameters(trainer.updater.policy.module).values())
@@ -75,12 +75,19 @@ def check_shared_memory(batch_bytes: int, workers: int, local_ranks: int, place:
 
 
 def check_versions(world: World) -> Finding:
-    """Check that torch and the vendor's package fit, and that versions are identical on every rank; collective call."""
-    versions = {name: _version(name) for name in device_api.packages()}
+    """Check that torch and the vendor's package fit, and that versions are identical on every rank."""
+
+    def installed(name: str) -> str:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return ABSENT
+
+    versions = {name: installed(name) for name in device_api.packages()}
     numbers = [re.split(r"[^\d.]", text)[0].rstrip(".") for text in versions.values() if text != ABSENT]
     releases = {".".join(number.split(".")[:3]) for number in numbers}
     pair = " with ".join(f"{name} {number}" for name, number in versions.items())
-    versions |= {name: _version(name) for name in LIBRARIES}
+    versions |= {name: installed(name) for name in LIBRARIES}
     said = ", ".join(f"{name} {number}" for name, number in versions.items())
     same = equal_on_ranks("versions", said, said, world, "give every node the same environment")
     if len(releases) == 1:
@@ -89,7 +96,7 @@ def check_versions(world: World) -> Finding:
 
 
 def check_device(device: torch.device, config: Config, world: World) -> Finding:
-    """Check that the device supports the model's dtype and belongs to one rank alone; collective call."""
+    """Check that the device supports the model's dtype and belongs to one rank alone."""
     here = f"{device_api.physical(device)} of {socket.gethostname()}"
     users = world.all.gather_text(here).count(here)
     fail = ""
@@ -107,12 +114,9 @@ def check_device(device: torch.device, config: Config, world: World) -> Finding:
 
 
 def check_backends(device: torch.device, world: World, *, gathers_bytes: bool = False) -> Finding:
-    """Check both process groups by a collective over each; collective call: every rank must call it.
+    """Check both process groups by a collective over each.
 
-    Args:
-        device: device of this rank.
-        world: this rank and its peers.
-        gathers_bytes: also gather uint8 on the device, as FSDP2 does with weights of two dtypes.
+    With `gathers_bytes` also gather uint8 on the device, as FSDP2 does with weights of two dtypes.
     """
     if world.all.gloo is None:
         return finding("backends", "one process, no process group")
@@ -136,7 +140,6 @@ def check_backends(device: torch.device, world: World, *, gathers_bytes: bool = 
 
 
 def _fault(what: str, call: Callable[[], object], result: Tensor, wanted: Sequence[float], world: World) -> list[str]:
-    """Return what is wrong with a collective call over the default group, or []."""
     try:
         with world.all.waiting_for_peers():
             call()
@@ -149,7 +152,7 @@ def _fault(what: str, call: Callable[[], object], result: Tensor, wanted: Sequen
 def check_run_folder(folder: Path, world: World, timeout_s: float = CACHED_S) -> Finding:
     """Check that every rank sees the files that rank 0 writes, by its lock file, which differs from start to start.
 
-    Collective call; `timeout_s` is how long a shared file system may take to show a new file.
+    `timeout_s` is how long a shared file system may take to show a new file.
     """
     wanted = world.broadcast_text(_text(folder / LOCK))
     if not wanted:
@@ -160,13 +163,6 @@ def check_run_folder(folder: Path, world: World, timeout_s: float = CACHED_S) ->
     said = f"rank 0's lock file {LOCK} in {folder} is {'seen' if seen else 'not seen'} by {world.all.size} rank(s)"
     way_out = "ranks write to different folders: put output_root on a file system that all nodes share"
     return finding("run_folder", said, fail="" if seen else way_out)
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ABSENT
 
 
 def _text(file: Path) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from flow_grpo.algorithm.rollout.batching import full_batches
 from flow_grpo.algorithm.rollout.denoise import rollout
-from flow_grpo.algorithm.update.objective import GrpoObjective, Objective
+from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.data.k_repeat_sampler import SampleKey
 from flow_grpo.judging.evaluate import ConditionSource
 from flow_grpo.maths.sde import log_prob, per_sample
@@ -26,6 +26,7 @@ from flow_grpo.preflight.doctor.findings import Finding, finding
 from flow_grpo.records import Condition, Samples
 from flow_grpo.run.trainer import Trainer
 from flow_grpo.runtime.ranks.sharding import averaging_gradients, unwrap
+from flow_grpo.settings.objectives import traits_of
 from flow_grpo.settings.sampling import Sampling
 
 STANDARD_ERRORS = 5.0  # a false alarm with probability 6e-7
@@ -40,18 +41,18 @@ Layers = dict[str, tuple[tuple[int, ...], Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """A probe batch replayed in calls of a given number of rows.
+    """A probe batch, replayed."""
 
-    Attributes:
-        log_ratios: (B, K) log-probabilities minus those of the rollout, times `units`.
-        units: (B, K) CPU: 1, or under GRPO-Guard the step's std: the unit of `train.clip_range`. The guard's bias,
-            which is 0 before the first update, is not subtracted.
-        residuals: (B, K, C, F, H, W): (next latents - mean) / std.
-    """
-
-    log_ratios: Tensor
+    log_ratios: Tensor  # (B, K) log-probabilities minus those of the rollout, times `units`
+    # (B, K) CPU: 1, or under GRPO-Guard the step's std: the unit of `train.clip_range`. The guard's bias, which is 0
+    # before the first update, is not subtracted.
     units: Tensor
-    residuals: Tensor
+    residuals: Tensor  # (B, K, C, F, H, W): (next latents - mean) / std
+
+
+def replaying_objective(trainer: Trainer) -> GrpoObjective | None:
+    """Return the objective where its traits say that it replays recorded steps, with GRPO's methods for that."""
+    return cast(GrpoObjective, trainer.updater.objective) if traits_of(trainer.config).replays_steps else None
 
 
 def examine_probe(trainer: Trainer, batch_sizes: Iterable[int] = ()) -> Iterator[Finding]:
@@ -60,48 +61,53 @@ def examine_probe(trainer: Trainer, batch_sizes: Iterable[int] = ()) -> Iterator
     Raises:
         RuntimeError: on every rank, if it cannot be rolled out or replayed on any.
     """
-    objective, probe = trainer.updater.objective, roll_out_probe(trainer)
-    if isinstance(objective, GrpoObjective):
-        yield from examine_replays(trainer, objective, probe, batch_sizes)
+    objective, probe = replaying_objective(trainer), roll_out_probe(trainer)
+    if objective is not None:
+        yield from _examine_replays(trainer, objective, probe, batch_sizes)
     else:
-        yield examine_loss(trainer, objective, probe)
+        yield _examine_loss(trainer, probe)
     own = [[gid, slot, *ids] for (gid, slot, _), ids in zip(probe.keys.tolist(), probe.noise_ids.tolist(), strict=True)]
     rows = [row for text in trainer.world.data.gather_text(json.dumps(own)) for row in json.loads(text)]
     yield check_noise(rows, same_initial_noise=trainer.config.sample.same_initial_noise)
 
 
-def examine_replays(
+def _examine_replays(
     trainer: Trainer, objective: GrpoObjective, probe: Samples, batch_sizes: Iterable[int]
 ) -> Iterator[Finding]:
-    """Check a batch against its replays; collective call."""
     train, world, full, exact = trainer.config.train, trainer.world, len(probe), bit_exact(trainer)
+    few = train.batch_size
     with world.sync_errors("the replay"):
-        rows = sorted({train.batch_size, full, *(n for n in batch_sizes if n <= full)})
+        rows = sorted({few, full, *(n for n in batch_sizes if n <= full)})
         replays = {n: replay(objective, probe, n) for n in rows}
-        by_grad_mode = grad_mode_gap(objective, probe, replays[train.batch_size].log_ratios)
+        # Calls of the update with gradients to the same calls without, (b, K). A rollout batch that fits into one call
+        # of the update is replayed with gradients as it is.
+        by_grad_mode = probe.trajectory.log_probs[:0]
+        if full > few:
+            without = replay(objective, probe.rows(slice(0, few)), few, gradients=False)
+            by_grad_mode = replays[few].log_ratios[:few] - without.log_ratios
     gaps = {n: _largest(found.log_ratios) for n, found in replays.items()}
-    bound = ratio_bound(train.clip_range, exact=exact)
+    bound = _ratio_bound(train.clip_range, exact=exact)
     worst = world.data.all_gather(torch.tensor([[gaps[full], _largest(by_grad_mode)]])).amax(dim=0)
     layer = ""
     # Decided by the worst rank: with sharded weights the calls below are collective.
     if not (worst <= bound).all():
         with world.sync_errors("the comparison of layers"):
-            compare = layer_differing_by_grad_mode if worst[0] <= bound else layer_differing_from_rollout
+            compare = _layer_differing_by_grad_mode if worst[0] <= bound else layer_differing_from_rollout
             layer = compare(trainer, objective, probe)
     log_ratios = torch.cat([replays[full].log_ratios, by_grad_mode])
     yield check_residuals(probe.trajectory.steps, replays[full].residuals)
     yield check_latents_fp32(probe.trajectory.states)
     yield check_ratio(log_ratios, train.clip_range, train.old_log_prob, exact=exact, layer=layer)
-    yield check_ratio_by_batch_size(gaps, train.clip_range, train.batch_size, train.old_log_prob)
+    yield check_ratio_by_batch_size(gaps, train.clip_range, few, train.old_log_prob)
 
 
 def _largest(values: Tensor) -> float:
     return float(values.abs().max()) if values.numel() else 0.0
 
 
-def examine_loss(trainer: Trainer, objective: Objective, probe: Samples) -> Finding:
-    """Check that a loss without recorded steps repeats itself; collective call."""
-    train = trainer.config.train
+def _examine_loss(trainer: Trainer, probe: Samples) -> Finding:
+    """Check that a loss without recorded steps repeats itself."""
+    train, objective = trainer.config.train, trainer.updater.objective
     rows = probe.rows(slice(0, train.batch_size))
     micro = dataclasses.replace(rows, advantages=torch.ones(len(rows)), weights=torch.ones(len(rows)))
     memory: Any = {}
@@ -130,7 +136,7 @@ def planned_keys(trainer: Trainer) -> list[SampleKey]:
 
 
 def planned_conditions(trainer: Trainer) -> tuple[Condition, ...]:
-    """Load the conditions of `planned_keys`."""
+    """Load their conditions."""
     data = training_data(trainer)
     return tuple(data.condition(index, gid, slot) for _, gid, slot, index in planned_keys(trainer))
 
@@ -147,7 +153,7 @@ def roll_out_probe(trainer: Trainer) -> Samples:
         conditioning = policy.encode(conditions)
     with world.sync_errors("the rollout"):
         windows = trainer.collector.sampling.windows(condition.gid for condition in conditions)
-        samples = rollout(policy, conditions, conditioning, windows, truncated_rollout(trainer))
+        samples = rollout(policy, conditions, conditioning, windows, _truncated_rollout(trainer))
         if not torch.isfinite(samples.final_latents).all():
             raise ValueError(
                 "latents are not finite: the model's velocity is NaN or infinite; look at its weights, or pass "
@@ -156,8 +162,8 @@ def roll_out_probe(trainer: Trainer) -> Samples:
         return samples
 
 
-def truncated_rollout(trainer: Trainer) -> Sampling:
-    """Return settings whose schedule ends one step after the last stochastic one of any group, or after two steps."""
+def _truncated_rollout(trainer: Trainer) -> Sampling:
+    """Return a schedule that ends one step after the last stochastic one of any group, or after two steps."""
     sampling = trainer.collector.sampling
     if not sampling.blocks:
         return dataclasses.replace(sampling, sigmas=sampling.sigmas[:3])
@@ -181,7 +187,6 @@ def replay(objective: GrpoObjective, samples: Samples, rows: int, *, gradients: 
 def _scored(
     objective: GrpoObjective, micro: Samples, column: int, gradients: bool | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return one step's (b,) log-ratios, their (b,) units and its residuals."""
     with _grad_mode(objective, len(micro), gradients):
         step = objective.replay(micro, column)
         if torch.is_grad_enabled() and not step.mean.requires_grad:
@@ -203,21 +208,9 @@ def _grad_mode(objective: GrpoObjective, rows: int, gradients: bool | None = Non
         yield
 
 
-def grad_mode_gap(objective: GrpoObjective, samples: Samples, log_ratios: Tensor) -> Tensor:
-    """Return (b, K) log-ratios of the update's calls with gradients to the same calls without.
-
-    `log_ratios` are the (B, K) ones to the rollout, replayed in the update's calls. b is 0 where a rollout batch fits
-    into one call of the update: its own replay, with gradients, already covers this.
-    """
-    rows = objective.train.batch_size
-    if len(samples) <= rows:
-        return samples.trajectory.log_probs[:0]
-    return log_ratios[:rows] - replay(objective, samples.rows(slice(0, rows)), rows, gradients=False).log_ratios
-
-
 def layer_differing_from_rollout(trainer: Trainer, objective: GrpoObjective, probe: Samples) -> str:
     """Return the first layer whose output differs between rollout and replay of the first stochastic step."""
-    policy, conditions, settings = trainer.updater.policy, planned_conditions(trainer), truncated_rollout(trainer)
+    policy, conditions, settings = trainer.updater.policy, planned_conditions(trainer), _truncated_rollout(trainer)
     windows = trainer.collector.sampling.windows(condition.gid for condition in conditions)
     network = unwrap(policy.module)
     with recorded_layers(network) as rollout_calls:
@@ -228,8 +221,7 @@ def layer_differing_from_rollout(trainer: Trainer, objective: GrpoObjective, pro
     return first_difference(rollout_calls[prefix_calls], replay_calls[0])
 
 
-def layer_differing_by_grad_mode(trainer: Trainer, objective: GrpoObjective, probe: Samples) -> str:
-    """Return the first layer whose output differs between a call of the update with gradients and without."""
+def _layer_differing_by_grad_mode(trainer: Trainer, objective: GrpoObjective, probe: Samples) -> str:
     few = probe.rows(slice(0, objective.train.batch_size))
     with recorded_layers(unwrap(trainer.updater.policy.module)) as calls:
         for enabled in (False, True):
@@ -327,8 +319,7 @@ def check_latents_fp32(states: Tensor) -> Finding:
     return finding("latents_fp32", said, fail=way_out if rounded else "")
 
 
-def ratio_bound(clip_range: float, *, exact: bool) -> float:
-    """Return the largest acceptable |log-ratio| before the first update."""
+def _ratio_bound(clip_range: float, *, exact: bool) -> float:
     return 0.0 if exact else SHARE_OF_CLIP * clip_range
 
 
@@ -339,7 +330,7 @@ def check_ratio(log_ratios: Tensor, clip_range: float, old_log_prob: str, *, exa
     those of compiled blocks, only warn; beyond the clip range it is no rounding.
     """
     worst = float(log_ratios.abs().max())
-    bound = ratio_bound(clip_range, exact=exact)
+    bound = _ratio_bound(clip_range, exact=exact)
     said = f"largest |log-ratio| before the first update {worst:.2g}, bound {bound:.2g}"
     way_out = (
         "rollout and update must call the same network with the same latents: see flow_grpo/algorithm/update/updater.py"

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from flow_grpo.algorithm.groups import compare
-from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.judging.reward_signal import Signal, measure_signal
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.reward_rules import gate
@@ -24,6 +23,7 @@ from flow_grpo.records import Condition
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.run.trainer import Trainer
 from flow_grpo.settings.checks import largest_weights
+from flow_grpo.settings.objectives import traits_of
 from flow_grpo.settings.schema import RewardConfig
 
 CONDITIONS = 2  # whose views the rewards are shown
@@ -33,28 +33,17 @@ LEAST_SHARE = 0.2  # of the variance inside groups: below, most of what is train
 
 @dataclasses.dataclass(frozen=True)
 class Preference:
-    """What one reward prefers.
+    """What one reward prefers."""
 
-    Attributes:
-        means: view ("true", "source", "noise") -> mean reward over the conditions with a value, NaN without any.
-        signs: wrong view -> mean over conditions of +1 (the true view is better), -1 (worse), 0 (a tie), behind the
-            reward's gate.
-        valid: share of the true views with a value.
-        fault: why measuring failed, or "".
-    """
-
-    means: dict[str, float]
+    means: dict[str, float]  # view ("true", "source", "noise") -> mean over conditions with a value, NaN without any
+    # Wrong view -> mean over conditions of +1 (the true view is better), -1 (worse), 0 (a tie), behind the gate.
     signs: dict[str, float]
-    valid: float
-    fault: str
+    valid: float  # share of the true views with a value
+    fault: str  # why measuring failed, or ""
 
 
 def examine_rewards(trainer: Trainer) -> Iterator[Finding]:
-    """Check on rank 0 what the rewards prefer; collective call: every rank must call it.
-
-    Raises:
-        RuntimeError: on every rank, if rank 0 failed.
-    """
+    """Check on rank 0 what the rewards prefer."""
     found: list[Finding] = []
     with trainer.world.sync_errors("the rewards"):
         if trainer.world.is_main:
@@ -155,16 +144,13 @@ def _order(found: Mapping[str, Preference], weights: Mapping[str, float], epoch:
 
 
 def examine_signal(trainer: Trainer) -> Iterator[Finding]:
-    """Check how the rewards spread inside one group a rank; collective call: every rank must call it.
-
-    Raises:
-        RuntimeError: on every rank, if any failed.
-    """
-    if isinstance(trainer.updater.objective, GrpoObjective):
+    """Check how the rewards spread inside one group a rank."""
+    if traits_of(trainer.config).replays_steps:
         weights = largest_weights(trainer.config)
         yield check_signal(measure_signal(trainer.collector, training_data(trainer), weights, groups=1))
     else:
-        yield finding("signal", "train.objective='forward' learns from whole samples: all of the spread counts")
+        objective = trainer.config.train.objective
+        yield finding("signal", f"train.objective={objective!r} learns from whole samples: all of the spread counts")
 
 
 def check_signal(signal: Signal) -> Finding:

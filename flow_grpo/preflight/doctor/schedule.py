@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from flow_grpo.algorithm.rollout.denoise import step_transition
-from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.judging.evaluate import eval_guidance, training_guidance
 from flow_grpo.maths.sde import coefficients
 from flow_grpo.preflight.doctor.findings import Finding, equal_on_ranks, finding
+from flow_grpo.preflight.doctor.probe import replaying_objective
 from flow_grpo.records import Guidance
 from flow_grpo.run.trainer import Trainer
 from flow_grpo.settings.sampling import Sampling, SdeSettings
@@ -57,7 +57,9 @@ def examine_schedule(trainer: Trainer) -> Iterator[Finding]:
     sigmas, sde = settings.sigmas, settings.sde
     if sde.kind == "ode":
         return
-    steps = check_steps(sigmas, allowed, sde, **_weighting(trainer))
+    objective = replaying_objective(trainer)
+    weights = None if objective is None else objective.step_weight
+    steps = check_steps(sigmas, allowed, sde, weights, guard=trainer.config.train.guard)
     yield steps
     if steps.status != "fail":
         yield check_ode_limit(settings, allowed)
@@ -69,22 +71,12 @@ def examine_schedule(trainer: Trainer) -> Iterator[Finding]:
 
 
 def trained_steps(trainer: Trainer) -> list[Step]:
-    """Return the scalars of every step that may be trained; none where no step is replayed.
-
-    Raises:
-        ValueError: as `step_table`.
-    """
-    if not isinstance(trainer.updater.objective, GrpoObjective):
+    """Return the scalars of every step that may be trained; none where no step is replayed."""
+    objective, rollout = replaying_objective(trainer), trainer.collector.sampling
+    if objective is None:
         return []
-    rollout = trainer.collector.sampling
-    return step_table(rollout.sigmas, trainer.config.sample.sde_steps, rollout.sde, **_weighting(trainer))
-
-
-def _weighting(trainer: Trainer) -> dict[str, Any]:
-    objective = trainer.updater.objective
-    if not isinstance(objective, GrpoObjective):
-        return {"weights": None}
-    return {"weights": objective.step_weight, "guard": trainer.config.train.guard}
+    guard = trainer.config.train.guard
+    return step_table(rollout.sigmas, trainer.config.sample.sde_steps, rollout.sde, objective.step_weight, guard=guard)
 
 
 def step_table(
@@ -92,27 +84,17 @@ def step_table(
 ) -> list[Step]:
     """Return the scalars of every step that may be trained.
 
-    Args:
-        sigmas: (S + 1,) noise levels.
-        steps: the steps' indices.
-        sde: kind and level of the noise.
-        weights: (S,) weights of the steps in the policy loss; None for 1.
-        guard: the loss multiplies log-ratios by the std of their step.
+    `sigmas` are the (S + 1,) noise levels, `weights` the (S,) ones of the policy loss, None for 1. With `guard` the
+    loss multiplies log-ratios by the std of their step.
 
     Raises:
         ValueError: a step has no Gaussian: it is the last one, or its weight of the predicted noise is negative.
     """
-    rows = []
+    rows, cap = [], float(sigmas[1])
+    noise: dict[str, Any] = {"kind": sde.kind, "noise_level": sde.noise_level, "max_step_std": sde.max_step_std}
     for step in steps:
         here, after = float(sigmas[step]), float(sigmas[step + 1])
-        found = coefficients(
-            here,
-            after,
-            kind=sde.kind,
-            noise_level=sde.noise_level,
-            sigma_cap=float(sigmas[1]),
-            max_step_std=sde.max_step_std,
-        )
+        found = coefficients(here, after, sigma_cap=cap, **noise)
         std, c = float(found.std), float(found.c)
         weight = (1.0 if weights is None else float(weights[step])) * (std if guard else 1.0)
         rows.append(Step(step, here, here - after, std, c, math.hypot(c, std) / after - 1, float(found.gain), weight))

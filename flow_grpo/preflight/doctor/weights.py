@@ -24,27 +24,20 @@ LARGE_SHARE, DESTROYING_SHARE = 0.03, 0.2  # of a weight's size that one update 
 
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """The gradients of one optimizer step on this rank.
+    """The gradients of one optimizer step on this rank."""
 
-    Attributes:
-        norms: weight -> norm of its gradient.
-        digest: hash of all gradients.
-        present: number of elements that are not 0.
-        below: how many of these are smaller than 10 x adam_eps.
-    """
-
-    norms: dict[str, float]
-    digest: str
-    present: int
-    below: int
+    norms: dict[str, float]  # weight -> norm of its gradient
+    digest: str  # hash of all gradients
+    present: int  # number of elements that are not 0
+    below: int  # of these, smaller than 10 x adam_eps
 
 
 def examine_weights(trainer: Trainer) -> Iterator[Finding]:
-    """Check that weights are trained, equal on every rank, and large beside their rate; collective call."""
+    """Check that weights are trained, equal on every rank, and large beside their rate."""
     module, train = trainer.updater.policy.module, trainer.config.train
     count = sum(parameter.numel() for parameter in trained_parameters(module).values())
     yield check_adapters(trainer.config.model.trained, len(adapted_modules(module)), count)
-    yield equal_weights(trainer, "weights", "trained weights")
+    yield _equal_weights(trainer, "weights", "trained weights")
     shares = []
     for group in trainer.updater.optimizer.param_groups:
         for parameter in group["params"]:
@@ -62,8 +55,7 @@ def check_adapters(mode: str, adapted: int, trained: int) -> Finding:
     return finding("adapters", said, fail=way_out if nothing else "")
 
 
-def equal_weights(trainer: Trainer, name: str, what: str) -> Finding:
-    """Check that trained weights are equal on every rank; collective call."""
+def _equal_weights(trainer: Trainer, name: str, what: str) -> Finding:
     module = trainer.updater.policy.module
     if is_sharded(module):
         return finding(name, "sharded: every rank holds another part")
@@ -115,9 +107,9 @@ def logged_gradients(trainer: Trainer) -> Iterator[list[Gradients]]:
 
 
 def examine_gradients(trainer: Trainer, log: Sequence[Gradients]) -> Iterator[Finding]:
-    """Check weights and gradients after two updates; collective call."""
+    """Check weights and gradients after two updates."""
     world, config = trainer.world, trainer.config
-    yield equal_weights(trainer, "weights_after_update", "trained weights after two updates")
+    yield _equal_weights(trainer, "weights_after_update", "trained weights after two updates")
     if not is_sharded(trainer.updater.policy.module):
         digests = " ".join(step.digest for step in log)
         yield equal_on_ranks("gradient_sync", digests, "averaged gradients", world, NOT_AVERAGED)
