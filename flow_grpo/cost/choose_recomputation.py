@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, TypeAlias
 
-from flow_grpo.cost.plan import Plan, make_plan
+from flow_grpo.cost.plan import make_plan
 from flow_grpo.models.registry import is_video_model
 from flow_grpo.settings.schema import Config
 
@@ -24,37 +24,26 @@ FASTEST_FIRST: tuple[Mode, ...] = ("none", "keep_attention", "blocks")
 def choose_recomputation(config: Config, devices: int, gib: float) -> tuple[Config, str]:
     """Return a configuration whose `model.checkpointing` is decided, and a line that says why; "" where it was.
 
-    Args:
-        config: the recipe.
-        devices: number of ranks.
-        gib: memory of a device, or of a rank's share of the machine.
+    `gib` is the memory of one of the devices, or of a rank's share of the machine.
     """
     if config.model.checkpointing != "auto":
         return config, ""
+
+    def choice(mode: Mode) -> Config:
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, checkpointing=mode))
+
     if not is_video_model(config.model.kind):
-        return _with(config, "blocks"), "model.checkpointing=auto: blocks, a policy of one's own cannot be planned"
+        return choice("blocks"), "model.checkpointing=auto: blocks, a policy of one's own cannot be planned"
     said: list[str] = []
     for mode in FASTEST_FIRST:
-        plan = make_plan(_with(config, mode), devices, 1.0)
-        why_not = _why_not(config, mode, plan, gib)
-        said.append(why_not or f"{mode}, planned {plan.update_gib:.1f} of {gib:.1f} GiB in the update")
-        if not why_not:
-            return _with(config, mode), f"model.checkpointing=auto: {'; '.join(said)}"
+        plan = make_plan(choice(mode), devices, 1.0)
+        if mode != "blocks" and plan.update_gib > USABLE * gib:
+            said.append(f"not {mode}, whose update needs {plan.update_gib:.1f} of {gib:.1f} GiB")
+        elif mode == "keep_attention" and config.model.compile:
+            said.append(f"not {mode}, which model.compile does not allow")
+        elif mode == "keep_attention" and plan.tokens < LONG_TOKENS:
+            said.append(f"not {mode}, which {plan.tokens:,} tokens are too few for")
+        else:
+            said.append(f"{mode}, planned {plan.update_gib:.1f} of {gib:.1f} GiB in the update")
+            return choice(mode), f"model.checkpointing=auto: {'; '.join(said)}"
     raise AssertionError("the last of them is always taken")
-
-
-def _why_not(config: Config, mode: Mode, plan: Plan, gib: float) -> str:
-    """Return why a mode is not taken, or ""."""
-    if mode == "blocks":
-        return ""
-    if plan.update_gib > USABLE * gib:
-        return f"not {mode}, whose update needs {plan.update_gib:.1f} of {gib:.1f} GiB"
-    if mode == "keep_attention" and config.model.compile:
-        return f"not {mode}, which model.compile does not allow"
-    if mode == "keep_attention" and plan.tokens < LONG_TOKENS:
-        return f"not {mode}, which {plan.tokens:,} tokens are too few for"
-    return ""
-
-
-def _with(config: Config, mode: Mode) -> Config:
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, checkpointing=mode))

@@ -134,7 +134,7 @@ def _fake_call(
     rows: int,
     dtype: torch.dtype,
 ) -> tuple[Any, list[nn.Linear], Callable[[], Tensor]]:
-    """Return a transformer, its layers that are adapted, and its call; for use inside a `FakeTensorMode`."""
+    """Return a transformer, its layers that are adapted, and its call, inside a `FakeTensorMode`."""
     network, adapted = fake_transformer(video_model, config, dtype, model)
     latents, timesteps = torch.empty(rows, *latent_shape), torch.empty(rows)
     prompts = torch.empty(rows, model.max_prompt_tokens, config["text_dim"])
@@ -149,7 +149,6 @@ def _fake_call(
 
 
 def _operations(call: Callable[[], object]) -> tuple[int, AttentionCount]:
-    """Return the operations of a call, and what of it is attention."""
     with FlopCounterMode(display=False) as counter, AttentionCount() as attention:
         call()
     operators = counter.get_flop_counts().get("Global", {})
@@ -181,28 +180,21 @@ class _LiveStorages(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                self._add(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in self._sizes and key not in self._weights:
+                    self._sizes[key] = storage.nbytes()
+                    self._now += self._sizes[key]
+                    self.peak = max(self.peak, self._now)
+                    weakref.finalize(storage, self._release, key)
         return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._sizes and key not in self._weights:
-            self._sizes[key] = storage.nbytes()
-            self._now += self._sizes[key]
-            self.peak = max(self.peak, self._now)
-            weakref.finalize(storage, self._release, key)
 
     def _release(self, key: int) -> None:
         self._now -= self._sizes.pop(key)
 
 
 class AttentionCount(TorchDispatchMode):
-    """Counts what attention operators do inside.
-
-    Attributes:
-        flops: for scores and weighted sums; a multiply-add counts as two.
-        bytes: bytes of what they return.
-    """
+    """Counts what attention operators do inside: the `flops` of scores and weighted sums, the `bytes` they return."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -20,12 +20,8 @@ class ForwardCount:
     Args:
         network: whose calls are counted; the first argument of its forward has a row per sample.
         recomputed: operations that its backward pass computes once more, as a share of a forward's.
-        flops: returns the operations of a forward on one row, from the shape of that row in the first argument; None
-            where they are not known.
-        rate: returns the operations per second of the device's matrix products; called once, when it is first needed.
-
-    Attributes:
-        total: counted so far on this rank.
+        flops: operations of a forward on one row, by its shape in the first argument; None where they are not known.
+        rate: operations per second of the device's matrix products; called once, when it is first needed.
     """
 
     def __init__(

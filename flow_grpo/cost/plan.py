@@ -10,13 +10,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
-from flow_grpo.cost import traffic
 from flow_grpo.cost.codec_cost import codec_cost, decoding_peak, rate_beside_transformer, settings_of
 from flow_grpo.cost.footprint import Footprint, footprint, forward_flops
 from flow_grpo.models.fake_policy import transformer_config
@@ -165,13 +164,13 @@ def flops_of_rows(config: Config) -> Callable[[tuple[int, ...]], float] | None:
     return flops
 
 
+# Counting runs the networks' code on fake tensors, which takes seconds: plans of one recipe differ in arithmetic only.
 def _counted(model: ModelConfig, latents: tuple[int, int, int, int], rows: int) -> Footprint:
     lora = ("lora_rank", "lora_targets", "lora_full_modules")
     names = ("kind", "path", "dtype", "trained", *lora, "checkpointing", "max_prompt_tokens")
     return _footprint(settings_of(model, *names), latents, rows)
 
 
-# Counting runs the networks' code on fake tensors, which takes seconds: plans of one recipe differ in arithmetic only.
 @functools.cache
 def _footprint(model: ModelConfig, latents: tuple[int, int, int, int], rows: int) -> Footprint:
     own = video_model(model.kind)
@@ -179,12 +178,11 @@ def _footprint(model: ModelConfig, latents: tuple[int, int, int, int], rows: int
 
 
 def _transformer(model: ModelConfig) -> dict[str, Any]:
-    """Return the configuration of the transformer that a recipe names."""
     return transformer_config(video_model(model.kind), model.path)
 
 
 def _replays(config: Config) -> float:
-    """Return the calls with a backward of an epoch, where every group carries a signal."""
+    """Return the calls with a backward of an epoch."""
     sample, train = config.sample, config.train
     trained = (train.copies or sample.k) / sample.k
     return traits_of(config).passes(config) * trained * sample.expanded_batch_size / train.batch_size
@@ -213,23 +211,54 @@ def longest_rollout(config: Config) -> int:
 def _sent(
     config: Config, devices: int, counted: Footprint, latents: tuple[int, int, int, int], calls: int
 ) -> dict[str, float]:
-    """Return the fields of `Plan` that count what is sent, in bytes."""
+    """Return the fields of `Plan` that count what is sent, in bytes; a ring is assumed where all ranks exchange."""
     sample, train, model = config.sample, config.train, config.model
     replays, extra = _replays(config), traits_of(config).forwards(config)
     copies = 1 if sample.guidance_scale == 1.0 else 2
     replayed = replays * train.batch_size * copies
     rows = sample.expanded_batch_size * copies * rollout_steps(config) + replayed * (2 + extra)
     again = replayed if model.checkpointing != "none" else 0.0
-    transformer, videos = _transformer(model), video_model(model.kind).videos
-    frozen = counted.parameters - counted.trained
+    # FSDP gathers the weights block by block: once a forward, once more for its backward, which shares them with
+    # recomputation.
+    weights = (counted.parameters - counted.trained) * DTYPES[model.dtype].itemsize + 4.0 * counted.trained
+    gathers = calls + replays * (2 + extra) if train.sharding == "fsdp2" else 0.0
+    # Of a group, the ranks that have another of its copies get its prefix.
+    others = min(sample.k, devices // train.context_parallel) - 1
+    shares_prefix = sample.share_prefix and sample.layout != "contiguous"
     return {
         "sent_gradients_gib": gradient_bytes(
             train.sharding, counted.trained, devices, passes=replays, steps=train.updates_per_epoch
         ),
-        "sent_weights_gib": traffic.weights(config, devices, frozen, counted.trained, calls + replays * (2 + extra)),
-        "sent_tokens_gib": traffic.tokens(config, transformer, counted.tokens, videos, rows, again),
-        "sent_prefixes_gib": traffic.prefixes(config, devices // train.context_parallel, latents),
+        "sent_weights_gib": gathers * weights * (devices - 1) / devices,
+        "sent_tokens_gib": tokens_sent(
+            config, _transformer(model), counted.tokens, video_model(model.kind).videos, rows, again
+        ),
+        "sent_prefixes_gib": 4.0 * math.prod(latents) * others * sample.expanded_batch_size / sample.k * shares_prefix,
     }
+
+
+def tokens_sent(
+    config: Config, transformer: Mapping[str, Any], length: int, videos: int, rows: float, recomputed: float
+) -> float:
+    """Return the bytes of tokens that ranks which share samples exchange, see `runtime.ranks.context_parallel`.
+
+    Args:
+        config: the recipe.
+        transformer: its configuration.
+        length: tokens of a row.
+        videos: target and source are 2; the last block then asks for the target's tokens only.
+        rows: forwards of one row, and backwards, in which the gradients of what was sent travel back.
+        recomputed: rows whose blocks are computed, and exchange, once more.
+    """
+    sharing, heads = config.train.context_parallel, transformer["num_attention_heads"]
+    team = math.gcd(heads, sharing)
+    own = length / sharing * DTYPES[config.model.dtype].itemsize
+    width, layers = heads * transformer["attention_head_dim"], transformer["num_layers"]
+    asked = layers - 1 + 1 / videos  # blocks of queries and of outputs
+    per_team, to_mates = 2 * (layers + asked) * (team - 1) / team, 2 * layers * (sharing // team - 1)
+    joined: float = math.prod(transformer["patch_size"]) * transformer["out_channels"] / videos * (sharing - 1)
+    sent: float = own * ((rows + recomputed) * width * (per_team + to_mates) + rows * joined)
+    return sent
 
 
 def _memory(
@@ -296,7 +325,7 @@ def _frozen(config: Config) -> tuple[float, float]:
 
 
 def _stored_elements(config: Config, part: str) -> int:
-    """Return the number of elements in the weight files of a model component; 0 without files."""
+    """Return the elements in the weight files of a component; 0 without files."""
     count = 0
     for file in Path(config.model.path, part).glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:

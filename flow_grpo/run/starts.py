@@ -23,9 +23,17 @@ from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.runtime.checkpoints.resume import SUMMARY
 from flow_grpo.runtime.json_files import read_json_object
 from flow_grpo.settings.checks import check
-from flow_grpo.settings.differences import OF_EACH_START, as_written, differences
 from flow_grpo.settings.errors import ConfigError
-from flow_grpo.settings.loading import from_dict, knob_values, load_config, to_dict, unchecked
+from flow_grpo.settings.loading import (
+    OF_EACH_START,
+    as_written,
+    differences,
+    from_dict,
+    knob_values,
+    load_config,
+    to_dict,
+    unchecked,
+)
 from flow_grpo.settings.schema import KNOBS, Config
 
 CONFIG, STARTS, CHECKPOINTS = "config.json", "starts", "checkpoints"

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import PurePath
+from typing import Any
 
 from flow_grpo.maths.reward_rules import weights_at
 from flow_grpo.maths.schedule import flow_sigmas, windows
@@ -157,7 +158,6 @@ def largest_weights(config: Config) -> dict[str, float]:
 
 
 def _check_stochastic_steps(config: Config) -> None:
-    """Raise ConfigError for steps that do not fill windows, or are no valid Gaussian, see `sde.coefficients`."""
     sample = config.sample
     if sample.sde == "ode":
         return
@@ -167,23 +167,16 @@ def _check_stochastic_steps(config: Config) -> None:
         text = f"must cut sample.sde_steps into blocks of consecutive steps: {error}; pass --config.sample.sde_window=1"
         raise refusal("sample.sde_window", sample.sde_window, text) from None
     sigmas = flow_sigmas(sample.num_steps, sample.shift)
+    noise: dict[str, Any] = {"kind": sample.sde, "noise_level": sample.noise_level, "max_step_std": sample.max_step_std}
     for step in sample.sde_steps:
         try:
-            coefficients(
-                sigmas[step],
-                sigmas[step + 1],
-                kind=sample.sde,
-                noise_level=sample.noise_level,
-                sigma_cap=sigmas[1],
-                max_step_std=sample.max_step_std,
-            )
+            coefficients(sigmas[step], sigmas[step + 1], sigma_cap=sigmas[1], **noise)
         except ValueError as error:
             text = f"does not work with sample.sde={sample.sde!r} at step {step} of sample.sde_steps: {error}"
             raise refusal("sample.noise_level", sample.noise_level, f"{text}; or drop that step") from None
 
 
 def _check_rewards(config: Config) -> None:
-    """Raise ConfigError where a reward is named that is not measured, and for a gate by its own reward."""
     reward = config.reward
     for name in reward.schedules:
         _check_measured("reward.schedules", name, reward)
@@ -206,11 +199,8 @@ def _check_measured(path: str, name: str, reward: RewardConfig) -> None:
 
 
 def _check_signal(config: Config) -> None:
-    """Raise ConfigError if there is an epoch in which every reward has weight 0, or `smooth` without the camera's path.
-
-    The sum of weights is never negative: where it is 0 between two turns it is 0 at both.
-    """
     reward = config.reward
+    # The sum of weights is never negative: where it is 0 between two turns it is 0 at both.
     for epoch, weights in _weights_where_they_turn(config).items():
         weighted = {name for name, weight in weights.items() if weight}
         if "smooth" in weighted and not any(name in FOLLOWING or name.startswith("remote:") for name in weighted):
@@ -235,7 +225,6 @@ def _weights_where_they_turn(config: Config) -> dict[int, dict[str, float]]:
 
 
 def _check_gold(config: Config) -> None:
-    """Raise ConfigError if a trained reward depends on the gold estimator."""
     gold, reward = config.eval.gold, config.reward
     unused = "must be an estimator that no reward uses"
     scheduled = gold in reward.schedules

@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,6 +23,7 @@ from flow_grpo.settings.values import MOST, notation, parse
 
 __all__ = ["ConfigError", "check_world", "load_config", "to_dict"]
 
+OF_EACH_START = ("resume", "run_name", "output_root", "dry_run")  # knobs that are never taken from an earlier start
 PREFIX = "--config."
 SCHEMA = TypeAdapter(Config)
 # What a value must be, by the type of pydantic's error, with what it adds; of any other type the value's form is wrong.
@@ -63,7 +64,11 @@ def unchecked(spec: str, overrides: Sequence[str] = (), kept: Mapping[str, Any] 
         ConfigError: for a knob that is no knob, missing, or out of its own bounds.
     """
     values = _run_recipe(spec).to_dict()
-    _check_complete(set(knob_values(values)))
+    paths = set(knob_values(values))
+    for path in sorted(paths - set(KNOBS)):
+        raise _unknown(path)
+    for path in sorted(set(KNOBS) - paths):
+        raise ConfigError(f"config.{path}: missing from the recipe; start it from config/base.py's get_config()")
     for path, value in (kept or {}).items():
         _set(values, path, copy.deepcopy(value))
     size = values["sample"]["k"]
@@ -105,48 +110,63 @@ def to_dict(config: Config) -> dict[str, Any]:
     return plain
 
 
-def knob_values(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted path -> value of every knob that `to_dict` gave, knobs that no longer exist included."""
-    return dict(_leaves(plain))
+def knob_values(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return dotted path -> value of every knob that `to_dict` gave, and of whatever is in the place of one."""
+    found: dict[str, Any] = {}
+    for name, value in plain.items():
+        path = f"{prefix}{name}"
+        inside = isinstance(value, Mapping) and path not in KNOBS
+        found |= knob_values(value, f"{path}.") if inside else {path: value}
+    return found
+
+
+def as_written(values: Mapping[str, Any], *, by_entry: bool = False) -> dict[str, str]:
+    """Return knob -> value as JSON, without knobs of a single start; `by_entry` splits tables, as `reward.weights.x`.
+
+    `values` are as from `knob_values`.
+    """
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in OF_EACH_START:
+            split = by_entry and isinstance(value, dict)
+            found |= {f"{name}.{key}": entry for key, entry in value.items()} if split else {name: value}
+    return {name: json.dumps(value, sort_keys=True) for name, value in found.items()}
+
+
+def differences(*configurations: Mapping[str, str]) -> dict[str, list[str | None]]:
+    """Return knob -> its value in each configuration, None where it has none, of the knobs that differ."""
+    names = dict.fromkeys(name for one in configurations for name in one)
+    found = {name: [one.get(name) for one in configurations] for name in names}
+    return {name: values for name, values in found.items() if len(set(values)) > 1}
 
 
 def _run_recipe(spec: str) -> ConfigDict:
-    file, _, name = spec.rpartition(":")
-    if not file or not name:
+    text, _, name = spec.rpartition(":")
+    file = Path(text)
+    if not text or not name:
         raise ConfigError(f"--config: got {spec!r}, must be FILE:RECIPE; for example config/grpo.py:tiny_recam")
-    recipes = _recipes(Path(file))
-    if name not in recipes:
+    if not file.is_file() or file.suffix != ".py":
         raise ConfigError(
-            f"--config: {file} has no recipe {name!r}{_did_you_mean(name, recipes)}; known are {_listed(recipes)}"
+            f"--config: no Python file {file} in {Path.cwd()}; run from the project's folder or give the full path"
         )
+    running = f"recipe file {file}"
     try:
-        settings = recipes[name]()
+        module = import_file(file)
+        own = {n: f for n, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == module.__name__}
+        recipes = {n: f for n, f in own.items() if not n.startswith("_") and not inspect.signature(f).parameters}
+        if name in recipes:
+            running = f"recipe {spec}"
+            settings = recipes[name]()
     except (Exception, SystemExit) as error:
-        raise _recipe_fails(f"recipe {spec}", Path(file), error) from error
+        raise ConfigError(f"--config: {why_it_fails(running, file, error)}; correct it or choose another") from error
+    if name not in recipes:
+        known = ", ".join(sorted(recipes))
+        raise ConfigError(f"--config: {text} has no recipe {name!r}{_did_you_mean(name, recipes)}; known are {known}")
     if not isinstance(settings, ConfigDict):
         raise ConfigError(
             f"--config: {spec} returns {type(settings).__name__}, must return the ConfigDict of get_config()"
         )
     return settings
-
-
-def _recipes(path: Path) -> dict[str, Callable[[], object]]:
-    """Return the public functions that a recipe file defines itself and that can be called without arguments."""
-    if not path.is_file() or path.suffix != ".py":
-        raise ConfigError(
-            f"--config: no Python file {path} in {Path.cwd()}; run from the project's folder or give the full path"
-        )
-    try:
-        module = import_file(path)
-    except (Exception, SystemExit) as error:
-        raise _recipe_fails(f"recipe file {path}", path, error) from error
-    own = {n: f for n, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == module.__name__}
-    return {n: f for n, f in own.items() if not n.startswith("_") and not inspect.signature(f).parameters}
-
-
-def _recipe_fails(what: str, file: Path, error: BaseException) -> ConfigError:
-    """Return the error to raise for a recipe's own, with the last line of its file that was on the way."""
-    return ConfigError(f"--config: {why_it_fails(what, file, error)}; correct it or choose another")
 
 
 def _override(values: dict[str, Any], words: Sequence[str]) -> None:
@@ -164,7 +184,6 @@ def _override(values: dict[str, Any], words: Sequence[str]) -> None:
 
 
 def _parsed(path: str, text: str | None) -> Any:
-    """Return the value that a command line gives a knob, or an entry of a table."""
     kind = _kind(path)
     if kind is None:
         raise _unknown(path)
@@ -197,23 +216,6 @@ def _set(values: dict[str, Any], path: str, value: Any) -> None:
         ) from None
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted path and value of every knob, and of whatever is in the place of one."""
-    for name, value in values.items():
-        path = f"{prefix}{name}"
-        if isinstance(value, Mapping) and path not in KNOBS:
-            yield from _leaves(value, f"{path}.")
-        else:
-            yield path, value
-
-
-def _check_complete(paths: set[str]) -> None:
-    for path in sorted(paths - set(KNOBS)):
-        raise _unknown(path)
-    for path in sorted(set(KNOBS) - paths):
-        raise ConfigError(f"config.{path}: missing from the recipe; start it from config/base.py's get_config()")
-
-
 def _kind(path: str) -> Any:
     """Return the type of a knob, or of an entry of a table; None for any other path."""
     table = _table_of(path)
@@ -229,7 +231,6 @@ def _table_of(path: str) -> str:
 
 
 def _refused(found: ErrorDetails) -> ConfigError:
-    """Return the error to raise for what pydantic found."""
     names = [str(part) for part in found["loc"] if not isinstance(part, int)]
     path = ".".join(names[:-2] if names[-1] == "[key]" else names)
     value, limits, form = found["input"], found.get("ctx", {}), notation(_kind(path))
@@ -245,18 +246,14 @@ def _refused(found: ErrorDetails) -> ConfigError:
 
 
 def _unknown(path: str) -> ConfigError:
-    inside = [known for known in KNOBS if known.startswith(f"{path}.")]
+    inside = sorted(known for known in KNOBS if known.startswith(f"{path}."))
     if inside:
-        return ConfigError(f"config.{path}: is a section, not a knob; its knobs are {_listed(inside)}")
-    same_name = [known for known in KNOBS if known.rpartition(".")[2] == path.rpartition(".")[2]]
-    hint = f" (did you mean {_listed(same_name)}?)" if same_name else _did_you_mean(path, KNOBS)
+        return ConfigError(f"config.{path}: is a section, not a knob; its knobs are {', '.join(inside)}")
+    same_name = sorted(known for known in KNOBS if known.rpartition(".")[2] == path.rpartition(".")[2])
+    hint = f" (did you mean {', '.join(same_name)}?)" if same_name else _did_you_mean(path, KNOBS)
     return ConfigError(f"config.{path}: no such knob{hint}; docs/config.md lists them all")
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     return f" (did you mean {close[0]}?)" if close else ""
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))

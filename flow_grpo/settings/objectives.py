@@ -39,11 +39,7 @@ class Traits:
 
 
 def traits_of(config: Config) -> Traits:
-    """Return the traits of the recipe's objective.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
+    """Return the traits of the recipe's objective; ConfigError where there is none of that name."""
     name = config.train.objective
     if name not in OBJECTIVES:
         raise refusal("train.objective", name, f"must be one of {', '.join(OBJECTIVES)}")
@@ -73,16 +69,12 @@ def old_log_probs(train: TrainConfig, *, as_rolled_out: bool) -> OldLogProbs:
     return "detach" if train.updates_per_epoch == 1 else "recompute"
 
 
-def repeats_rollout_batches(config: Config) -> bool:
-    """Return whether every micro-batch is a batch of the rollout, where all videos have one size and none moves."""
-    sample, train = config.sample, config.train
-    whole_batches = sample.num_batches_per_epoch % train.updates_per_epoch == 0
-    return train.batch_size == sample.train_batch_size and not train.copies and whole_batches
-
-
 def _grpo_forwards(config: Config) -> int:
-    train = config.train
-    old = old_log_probs(train, as_rolled_out=repeats_rollout_batches(config))
+    sample, train = config.sample, config.train
+    # Where all videos have one size and dynamic sampling moves none.
+    whole_batches = sample.num_batches_per_epoch % train.updates_per_epoch == 0
+    as_rolled_out = train.batch_size == sample.train_batch_size and not train.copies and whole_batches
+    old = old_log_probs(train, as_rolled_out=as_rolled_out)
     calls_for_old = old == "recompute" or (train.guard and old == "rollout")  # the guard needs the old means as well
     return (train.kl_coef > 0) + calls_for_old
 

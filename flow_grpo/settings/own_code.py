@@ -71,8 +71,7 @@ def import_file(file: Path) -> ModuleType:
     """Run a Python file as a module of its own, and return it; what it raises passes through."""
     name = f"own_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None, f"{file} does not end in .py"
-    assert spec.loader is not None, f"{file} does not end in .py"
+    assert spec is not None and spec.loader is not None, f"{file} does not end in .py"  # noqa: PT018
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
     try:

@@ -67,7 +67,6 @@ def _values(knob: Knob) -> str:
 
 
 def _default(knob: Knob) -> str:
-    """Return a default as it is written on a command line."""
     if isinstance(knob.default, dict):
         return ",".join(f"{name}={value:g}" for name, value in knob.default.items())
     if isinstance(knob.default, tuple):

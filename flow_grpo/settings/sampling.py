@@ -14,17 +14,11 @@ from flow_grpo.settings.schema import Config
 
 @dataclasses.dataclass(frozen=True)
 class SdeSettings:
-    """The noise of a stochastic step.
+    """The noise of a stochastic step."""
 
-    Attributes:
-        kind: "flow" | "constant" | "linear" | "cps", see `maths/sde.py`; "ode" has none.
-        noise_level: coefficient of that kind.
-        max_step_std: upper bound of the step's standard deviation, or None.
-    """
-
-    kind: str
-    noise_level: float
-    max_step_std: float | None = None
+    kind: str  # "flow" | "constant" | "linear" | "cps", see `maths/sde.py`; "ode" has none
+    noise_level: float  # coefficient of that kind
+    max_step_std: float | None = None  # upper bound of the step's standard deviation
 
 
 ODE = SdeSettings("ode", 0.0)

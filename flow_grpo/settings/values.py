@@ -16,10 +16,7 @@ SIZE_UNIT = 8  # pixels: the finest codec (4x) times patch (2) in use; a coarser
 
 
 def _must(holds: Callable[[Any], object], text: str) -> AfterValidator:
-    """Return a pydantic validator that raises ValueError(text) unless `holds(value)`.
-
-    `text` is "must be ..." and may end in "; REMEDY".
-    """
+    """Return a validator that raises ValueError(text), "must be ..." or "must be ...; REMEDY", unless `holds`."""
 
     def validate(value: Any) -> Any:
         if not holds(value):
@@ -30,8 +27,7 @@ def _must(holds: Callable[[Any], object], text: str) -> AfterValidator:
 
 
 def _is_text(value: str) -> bool:
-    """Whether a text is UTF-8 without NUL: other bytes of a command line arrive as lone surrogates."""
-    return "\0" not in value and not re.search("[\ud800-\udfff]", value)
+    return "\0" not in value and not re.search("[\ud800-\udfff]", value)  # bytes that are no UTF-8 arrive so
 
 
 def _is_address(value: str) -> bool:

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from flow_grpo.cost import traffic
+from flow_grpo.cost.plan import tokens_sent
 from flow_grpo.settings.schema import Config
 from tests.models.test_context_parallel import case, compare
 from tests.workers import run_ranks
@@ -25,6 +25,6 @@ def test_planned_tokens_are_those_that_were_sent(kind, videos, ranks, checkpoint
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="fp32"))
     rows = len(latents)
     again = 0 if checkpointing == "none" else rows
-    planned = traffic.tokens(config, network.config, length, videos, rows=2 * rows, recomputed=again)
+    planned = tokens_sent(config, network.config, length, videos, rows=2 * rows, recomputed=again)
     sent = [sent for *_, sent in run_ranks(compare, ranks, kind, ranks, checkpointing)]
     assert DOUBLE * planned == sum(sent) / ranks

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flow_grpo.settings.errors import refusal
-from flow_grpo.settings.loading import ConfigError, load_config, to_dict
+from flow_grpo.settings.loading import ConfigError, as_written, differences, load_config, to_dict
 from flow_grpo.settings.schema import KNOBS, Config
 from flow_grpo.settings.values import parse
 
@@ -269,3 +269,15 @@ def test_a_recipe_that_ends_the_program_or_drops_a_section_is_refused(tmp_path, 
 def test_values_that_no_run_can_hold_are_refused_by_their_bound(word) -> None:
     with pytest.raises(ConfigError, match=rf"config\.{re.escape(word.partition('=')[0])}: got .*must "):
         load_config(f"{ROOT}/tests/toy_recipe.py:toy", [f"--config.{word}"])
+
+
+def test_tables_are_split_by_entry_on_request_and_knobs_of_a_single_start_are_left_out():
+    values = {"seed": 1, "reward.weights": {"b": 1.0, "a": 0.5}, "run_name": "first", "resume": "auto"}
+    assert as_written(values) == {"seed": "1", "reward.weights": '{"a": 0.5, "b": 1.0}'}
+    assert as_written(values, by_entry=True) == {"seed": "1", "reward.weights.b": "1.0", "reward.weights.a": "0.5"}
+
+
+def test_what_differs_has_every_configuration_s_value_and_none_where_a_configuration_lacks_it():
+    found = differences({"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}, {"a": "1", "b": "2", "c": "4"})
+    assert found == {"b": ["2", "3", "2"], "c": [None, "4", "4"]}
+    assert differences({"a": "1"}, {"a": "1"}) == differences({}, {}) == {}

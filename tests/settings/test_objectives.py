@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flow_grpo.settings.loading import load_config
-from flow_grpo.settings.objectives import old_log_probs, repeats_rollout_batches, traits_of
+from flow_grpo.settings.objectives import old_log_probs, traits_of
 from flow_grpo.settings.schema import Config, TrainConfig
 
 TINY = f"{Path(__file__).parents[2]}/config/grpo.py:tiny_recam"
@@ -42,18 +42,17 @@ def test_the_old_policys_log_probabilities_are_those_of_the_updates_own_calls(mo
 
 
 @pytest.mark.parametrize(
-    ("changes", "repeats", "forwards"),
+    ("changes", "forwards"),
     [
-        (["train.updates_per_epoch=3"], True, 0),
-        (["train.updates_per_epoch=2"], False, 1),  # three batches are dealt to two steps sample by sample
-        (["train.updates_per_epoch=2", "sample.num_batches_per_epoch=4"], True, 0),
-        (["train.batch_size=1", "train.updates_per_epoch=3"], False, 1),
-        (["train.updates_per_epoch=3", "train.guard=true", "train.kl_coef=0.1"], True, 2),
-        (["train.old_log_prob=recompute"], True, 1),
+        (["train.updates_per_epoch=3"], 0),
+        (["train.updates_per_epoch=2"], 1),  # three batches are dealt to two steps sample by sample
+        (["train.updates_per_epoch=2", "sample.num_batches_per_epoch=4"], 0),
+        (["train.batch_size=1", "train.updates_per_epoch=3"], 1),
+        (["train.updates_per_epoch=3", "train.guard=true", "train.kl_coef=0.1"], 2),
+        (["train.old_log_prob=recompute"], 1),
     ],
 )
 @pytest.mark.filterwarnings("ignore:config.train.updates_per_epoch")
-def test_calls_beside_a_replay_are_counted_as_the_epoch_deals_its_batches(changes, repeats, forwards):
+def test_calls_beside_a_replay_are_counted_as_the_epoch_deals_its_batches(changes, forwards):
     config = recipe("sample.num_batches_per_epoch=3", *changes)
-    assert repeats_rollout_batches(config) == repeats
     assert traits_of(config).forwards(config) == forwards

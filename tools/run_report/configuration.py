@@ -7,9 +7,8 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from flow_grpo.settings.differences import as_written, differences
 from flow_grpo.settings.errors import ConfigError
-from flow_grpo.settings.loading import knob_values, to_dict, unchecked
+from flow_grpo.settings.loading import as_written, differences, knob_values, to_dict, unchecked
 from flow_grpo.settings.schema import KNOBS, Config
 from tools.run_folder import Run
 from tools.run_report.words import NOTHING

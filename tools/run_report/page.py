@@ -16,7 +16,7 @@ from markupsafe import Markup, escape
 
 from flow_grpo.reporting.drawing.plots import BETTER
 from flow_grpo.reporting.drawing.style import BLUE, CYCLE, GREY, ORANGE
-from flow_grpo.settings.differences import differences
+from flow_grpo.settings.loading import differences
 from tools.run_folder import Run
 from tools.run_report import words
 from tools.run_report.clips import MOST_BYTES, choose
