@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 
 from flow_grpo.algorithm.groups.metrics import pooled
+from flow_grpo.algorithm.rollout.collector import Collector, ConditionStream
 from flow_grpo.cost.choose_recomputation import ASSUMED_GIB, choose_recomputation
 from flow_grpo.cost.forward_count import ForwardCount
 from flow_grpo.cost.plan import flops_of_rows, recomputed_share
-from flow_grpo.data.dataset import ConditionDataset
+from flow_grpo.data.dataset import ConditionDataset, make_loader
 from flow_grpo.data.splits import Split, held_out_data, training_data
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.judging.evaluate import Evaluator
@@ -40,25 +41,17 @@ from flow_grpo.runtime.ranks.start_up import raise_on_all_ranks
 from flow_grpo.settings.checks import largest_weights
 from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.loading import to_dict
+from flow_grpo.settings.sampling import sampling_of
 from flow_grpo.settings.schema import Config
 
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What one rank loads by itself.
-
-    Attributes:
-        train: training conditions.
-        held_out: conditions of the evaluation, none of which is trained on.
-        policy: the video model, not yet distributed.
-        rewards: rewards of training.
-        evaluator: measures the held-out conditions.
-    """
+    """What one rank loads by itself."""
 
     train: Split
-    held_out: Split
-    policy: Policy
-    rewards: RewardSet
+    policy: Policy  # not yet distributed
+    rewards: RewardSet  # of training
     evaluator: Evaluator
 
 
@@ -81,9 +74,9 @@ def assemble(config: Config, spec: str, device: torch.device, world: World, ledg
     world, context = share_samples(world, config.train.context_parallel, device)
     # A run draws from keyed generators only; this seed is for libraries that draw from torch's own.
     torch.manual_seed(config.seed)
-    run_folder, lock = claim_folder(config, spec, world)
+    run_folder, lock = _claim_folder(config, spec, world)
     checkpoint = resume.find(config.resume, run_folder / "checkpoints", world=world)
-    given, config = config, choose_checkpointing(config, device, world)
+    given, config = config, _choose_checkpointing(config, device, world)
     loaded = load(config, device, world)
     share_tokens(loaded.policy, context)
     state = distribute(config, loaded, device, world)
@@ -103,11 +96,12 @@ def assemble(config: Config, spec: str, device: torch.device, world: World, ledg
     seconds = 60 * config.max_minutes - state.train_seconds if config.max_minutes else math.inf
     progress = Progress(config.num_epochs, world, finished=state.finished, seconds=seconds)
     if checkpoint is not None:
-        progress.say(resumed_from(checkpoint, state, config, own=from_own))
+        progress.say(_resumed_from(checkpoint, state, config, own=from_own))
+    stream = ConditionStream(make_loader(loaded.train, state.sampler, config.data.num_workers), state.sampler)
     return Trainer(
         config=config,
-        collector=parts.build_collector(
-            config, loaded.policy, loaded.train, state.sampler, loaded.rewards, progress, world
+        collector=Collector(
+            loaded.policy, stream, loaded.rewards, sampling_of(config), config, world, on_batch=progress.rollout
         ),
         updater=parts.build_updater(config, loaded.policy, state, progress, world),
         evaluator=loaded.evaluator,
@@ -118,7 +112,7 @@ def assemble(config: Config, spec: str, device: torch.device, world: World, ledg
         device=device,
         run_folder=run_folder,
         lock=lock,
-        forwards=count_forwards(config, loaded.policy, device),
+        forwards=_count_forwards(config, loaded.policy, device),
         ledger=ledger or Ledger(),
         dynamic_sampling=parts.build_dynamic_sampling(config, loaded.rewards, progress, world),
         cameras=pooled(loaded.train.cameras()),
@@ -127,13 +121,10 @@ def assemble(config: Config, spec: str, device: torch.device, world: World, ledg
     )
 
 
-def claim_folder(config: Config, spec: str, world: World) -> tuple[Path, RunLock]:
-    """Return the run's folder and its lock, taken on rank 0 if the folder exists (collective call).
+def _claim_folder(config: Config, spec: str, world: World) -> tuple[Path, RunLock]:
+    """Return the run's folder and its lock, taken on rank 0 if the folder exists.
 
     A new folder is made and locked only once everything else is built.
-
-    Raises:
-        ValueError: on every rank, for a folder that cannot be used or that another run uses.
     """
     run_folder = Path(config.output_root) / run_name(config, spec, world)
     lock = RunLock(run_folder)
@@ -157,8 +148,7 @@ def run_name(config: Config, spec: str, world: World) -> str:
     return config.run_name or world.broadcast_text(f"{spec.rpartition(':')[2]}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
-def choose_checkpointing(config: Config, device: torch.device, world: World) -> Config:
-    """Return the configuration with `model.checkpointing=auto` decided for this device, and say what and why."""
+def _choose_checkpointing(config: Config, device: torch.device, world: World) -> Config:
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
     gib = device_api.memory(device).get("total", ASSUMED_GIB) / ranks_here
     config, said = choose_recomputation(config, world.all.size, gib)
@@ -180,15 +170,11 @@ def load(config: Config, device: torch.device, world: World) -> Loaded:
         rewards = parts.build_rewards(config, config.reward.weights, world)
         try_rewards(rewards, train.condition(0))
         evaluator = parts.build_evaluator(config, policy, held_out, world)
-    return Loaded(train, held_out, policy, rewards, evaluator)
+    return Loaded(train, policy, rewards, evaluator)
 
 
 def splits(config: Config, world: World) -> tuple[Split, Split]:
-    """Return the training and the held-out data, disjoint in videos, after reading one condition of each.
-
-    Raises:
-        ValueError: a split that cannot be used.
-    """
+    """Return the training and the held-out data, disjoint in videos, after reading one condition of each."""
     train, held_out = training_data(config.data), held_out_data(config.data, config.eval)
     if world.is_main:
         train.check_apart(held_out)
@@ -198,18 +184,14 @@ def splits(config: Config, world: World) -> tuple[Split, Split]:
 
 
 def check_sizes(policy: Policy, *data_sets: ConditionDataset) -> None:
-    """Read one condition of every video size in every data set; ValueError for a size that the model cannot take."""
+    """Read one condition of every video size; ValueError for a size that the model cannot take."""
     for data in data_sets:
         for index in {data.size_of(index): index for index in range(len(data))}.values():
             policy.latent_shape([data.condition(index)])
 
 
 def share_tokens(policy: Policy, context: ContextParallel) -> None:
-    """Let the ranks of `context` compute every sample together (collective call).
-
-    Raises:
-        ConfigError: the policy cannot do that.
-    """
+    """Let the ranks of `context` compute every sample together; ConfigError for a policy that cannot."""
     if context.size == 1:
         return
     if not hasattr(policy, "share_tokens"):
@@ -262,8 +244,7 @@ def restore(
     return resume.commit(config.resume, checkpoint, checkpoints, world=world)
 
 
-def resumed_from(checkpoint: Path, state: RunState, config: Config, *, own: bool) -> str:
-    """Return one line: from which checkpoint and epoch a run goes on, and what it takes from another run's."""
+def _resumed_from(checkpoint: Path, state: RunState, config: Config, *, own: bool) -> str:
     said = f"resumes from {checkpoint}, saved after epoch {state.finished} of {config.num_epochs}"
     if own:
         return said
@@ -289,9 +270,7 @@ def open_tracker(
     )
 
 
-def count_forwards(config: Config, policy: Policy, device: torch.device) -> ForwardCount:
-    """Return the count of the network's calls, with the rate of the device that their operations are a share of."""
-
+def _count_forwards(config: Config, policy: Policy, device: torch.device) -> ForwardCount:
     def rate() -> float:
         return 1e12 * config.device_tflops or device_api.matrix_rate(device, device_api.DTYPES[config.model.dtype])
 

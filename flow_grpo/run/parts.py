@@ -10,10 +10,8 @@ import torch
 
 from flow_grpo.algorithm.debug_print import show
 from flow_grpo.algorithm.groups.dynamic_sampling import DynamicSampling
-from flow_grpo.algorithm.rollout.collector import Collector, ConditionStream
 from flow_grpo.algorithm.update.objective import build_objective
 from flow_grpo.algorithm.update.updater import Updater
-from flow_grpo.data.dataset import make_loader
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.splits import Split
 from flow_grpo.judging.evaluate import Evaluator
@@ -24,7 +22,7 @@ from flow_grpo.run.run_state import RunState
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.sampling import sampling_of
-from flow_grpo.settings.schema import Config, TrainConfig
+from flow_grpo.settings.schema import Config
 
 
 def build_sampler(config: Config, train: Split, world: World) -> DistributedKRepeatSampler:
@@ -49,48 +47,29 @@ def build_optimizer(config: Config, policy: Policy) -> torch.optim.Optimizer:
     Raises:
         ValueError: `train.camera_learning_rate` is set, but no trained weight reads the camera.
     """
-    train = config.train
+    train, parameters = config.train, policy.trained_parameters()
+    groups: list[dict[str, Any]] = [{"params": parameters}]
+    if train.camera_learning_rate:
+        camera = policy.camera_parameters()
+        if not camera:
+            raise refusal(
+                "train.camera_learning_rate",
+                train.camera_learning_rate,
+                "must be 0 where no trained weight reads the camera; or train some, see model.trained and "
+                "model.lora_full_modules",
+            )
+        own = set(map(id, camera))
+        others = [parameter for parameter in parameters if id(parameter) not in own]
+        groups = [{"params": others}] if others else []
+        groups += [{"params": camera, "lr": train.camera_learning_rate, "metric": "camera_learning_rate"}]
     return torch.optim.AdamW(
-        _parameter_groups(train, policy),
+        groups,
         lr=train.learning_rate,
         betas=(train.adam_beta1, train.adam_beta2),
         eps=train.adam_eps,
         weight_decay=train.weight_decay,
         foreach=True,
     )
-
-
-def _parameter_groups(train: TrainConfig, policy: Policy) -> list[dict[str, Any]]:
-    parameters = policy.trained_parameters()
-    if not train.camera_learning_rate:
-        return [{"params": parameters}]
-    camera = policy.camera_parameters()
-    if not camera:
-        raise refusal(
-            "train.camera_learning_rate",
-            train.camera_learning_rate,
-            "must be 0 where no trained weight reads the camera; or train some, see model.trained and "
-            "model.lora_full_modules",
-        )
-    own = set(map(id, camera))
-    others = [parameter for parameter in parameters if id(parameter) not in own]
-    groups: list[dict[str, Any]] = [{"params": others}] if others else []
-    return [*groups, {"params": camera, "lr": train.camera_learning_rate, "metric": "camera_learning_rate"}]
-
-
-def build_collector(
-    config: Config,
-    policy: Policy,
-    train: Split,
-    sampler: DistributedKRepeatSampler,
-    rewards: RewardSet,
-    progress: Progress,
-    world: World,
-) -> Collector:
-    """Return the collector of training rollouts."""
-    loader = make_loader(train, sampler, config.data.num_workers)
-    stream = ConditionStream(loader, sampler)
-    return Collector(policy, stream, rewards, sampling_of(config), config, world, on_batch=progress.rollout)
 
 
 def build_dynamic_sampling(

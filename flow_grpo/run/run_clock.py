@@ -11,15 +11,7 @@ from flow_grpo.runtime.clock import Clock
 
 
 class RunClock:
-    """The clocks of one run.
-
-    Args:
-        device: this rank's.
-        state: whose seconds of training are counted.
-
-    Attributes:
-        epoch: seconds of the epoch in progress by phase.
-    """
+    """The clocks of one run: `epoch` by phase, and the seconds of training in `state`."""
 
     def __init__(self, device: torch.device, state: RunState) -> None:
         self._device, self._state = device, state

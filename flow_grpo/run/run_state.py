@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.splits import Split
 from flow_grpo.judging.table import Table
-from flow_grpo.models.adapters import load_trained_state, trained_parameters
+from flow_grpo.models.adapters import Ema, load_trained_state, trained_parameters
 from flow_grpo.run.saved_state import Learned, OfRank, Shared, check_saved
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints import checkpoint, saving
@@ -27,26 +26,6 @@ from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.sharding import is_sharded, local, part_like
 from flow_grpo.runtime.tensor_store import weights_key
 from flow_grpo.settings.errors import refusal
-
-
-class Average(Protocol):
-    """A moving average of the trained weights."""
-
-    def update(self) -> None:
-        """Update the averages with the current weights."""
-        ...
-
-    def applied(self) -> AbstractContextManager[None]:
-        """Return a context in which the weights have their averaged values."""
-        ...
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the averages."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore the averages."""
-        ...
 
 
 @dataclasses.dataclass
@@ -75,7 +54,7 @@ class RunState:
     module: nn.Module
     optimizer: torch.optim.Optimizer
     sampler: DistributedKRepeatSampler
-    ema: Average | None
+    ema: Ema | None
     device: torch.device
     identity: dict[str, str]
     finished: int = 0
@@ -90,11 +69,7 @@ class RunState:
     history: UpdateHistory = dataclasses.field(default_factory=UpdateHistory)
 
     def save(self, folder: Path, *, keep: int, world: World, score: float | None = None) -> Saving:
-        """Begin to write a checkpoint of the finished epochs (collective call). `score` as for `saving.begin`.
-
-        Raises:
-            RuntimeError: on every rank, if it cannot begin on any.
-        """
+        """Begin to write a checkpoint of the finished epochs (collective call). `score` as for `saving.begin`."""
         state: dict[str, Any] = {
             "sampler": self.sampler.state_dict(),  # the same on every rank
             "finished": self.finished,
@@ -239,11 +214,7 @@ def load_weights(path: Path, module: nn.Module, trained: str) -> None:
 
 
 def common_identity(module: nn.Module, trained: str, data: Split, world: World) -> dict[str, str]:
-    """Return the fingerprints of model and data that go into checkpoints (collective call).
-
-    Raises:
-        ValueError: on every rank, when ranks hold different models or data.
-    """
+    """Return the fingerprints of model and data, which every rank must share (collective call)."""
     identity = {"model": fingerprint(module), "trained": trained, "data": data.fingerprint()}
     identity[checkpoint.FILES] = data.contents()
     world.all.check_equal(str(identity), "model and data")

@@ -36,8 +36,6 @@ def _moment(value: object) -> object:
 Weights = dict[StrictStr, Annotated[Any, PlainValidator(_floats)]]
 Count = Annotated[StrictInt, Field(ge=0)]
 Numbers = dict[StrictStr, StrictFloat]
-
-
 Moments = dict[Count, dict[StrictStr, Annotated[Any, PlainValidator(_moment)]]]
 
 
@@ -88,12 +86,9 @@ class OfRank(TypedDict):
 
 
 def check_saved(path: Path, kind: type[Any], state: Mapping[str, Any]) -> None:
-    """Check a part of a checkpoint's state; entries that `kind` does not name are of a later version, and ignored.
+    """Check a part of the state of the checkpoint at `path`, which is to be a `Shared`, `OfRank` or `Learned`.
 
-    Args:
-        path: path of the checkpoint, for the message.
-        kind: `Shared`, `OfRank` or `Learned`.
-        state: the part.
+    Entries that `kind` does not name are of a later version, and ignored.
 
     Raises:
         ValueError: an entry is missing, or its value is of another type or out of bounds.

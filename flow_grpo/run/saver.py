@@ -12,15 +12,7 @@ LINGER_S = 20.0  # after an error, for a checkpoint that is being written; torch
 
 
 class Saver:
-    """Saves a run's state, each position in training once.
-
-    Args:
-        state: what is saved.
-        folder: folder of the run's checkpoints.
-        keep: how many are kept.
-        world: who takes part.
-        is_saved: the state was read from this folder.
-    """
+    """Saves a run's state, each position in training once; `is_saved` says that it was read from this folder."""
 
     def __init__(self, state: RunState, folder: Path, keep: int, world: World, *, is_saved: bool) -> None:
         self._state, self._folder, self._keep, self._world = state, folder, keep, world
@@ -39,11 +31,7 @@ class Saver:
         self._saved = self._position()
 
     def settle(self) -> None:
-        """Wait until the checkpoint that is being written is published (collective call).
-
-        Raises:
-            RankError: on every rank, if any failed to write.
-        """
+        """Wait until the checkpoint that is being written is published (collective call)."""
         if self._saving is not None:
             begun, self._saving = self._saving, None
             begun.wait()

@@ -42,11 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def check_places(config: Config, run_folder: Path) -> None:
-    """Refuse output folders that cannot be created or written to, before anything is loaded.
-
-    Raises:
-        ValueError: for such a folder.
-    """
+    """Refuse output folders that cannot be created or written to, before anything is loaded."""
     places = [("output_root", Path(config.output_root)), ("run_name", run_folder)]
     places += [("model.encodings", Path(config.model.encodings))] if config.model.encodings else []
     for knob, folder in places:
@@ -80,8 +76,8 @@ def configuration(spec: str, overrides: Sequence[str] = ()) -> tuple[Config, lis
         fresh = config.resume == "auto" and not (own / SUMMARY).exists()  # a complete run is refused later
         return config, [f"nothing to resume in {own}: starts afresh"] if fresh else []
     known = knob_values(read_json_object(run / CONFIG, "restore it, or start afresh under another run_name"))
-    recipe = _recipe_of(run)
-    if recipe and _base_name(recipe) != _base_name(spec):
+    recipe = str((_latest(run) or {}).get("recipe", ""))
+    if recipe and Path(recipe).name != Path(spec).name:  # "FILE:RECIPE" without folders
         if run.resolve() == own.resolve():
             raise ConfigError(
                 f"--config: got {spec}, must be {recipe}, from which the run {run} was started; pass that, and what is "
@@ -127,7 +123,7 @@ def record(
     device: str,
     served: Mapping[str, str],
 ) -> list[str]:
-    """Write the record of a start, and return what to print; for one process only.
+    """Write the record of a start; for one process only.
 
     Args:
         run_folder: folder of the run.
@@ -159,9 +155,9 @@ def record(
         "config": to_dict(config),
     }
     before: dict[str, str] = {}
-    for file in start_files(run_folder):
+    for file in _start_files(run_folder):
         before = read_json_object(file, "remove it").get("served", {}) | before
-    write_atomically(folder / f"{len(start_files(run_folder)) + 1:03d}.json", json.dumps(start, indent=1))
+    write_atomically(folder / f"{len(_start_files(run_folder)) + 1:03d}.json", json.dumps(start, indent=1))
     return [
         f"warning: reward {name} is now computed by {now}, as the run began by {before[name]}: its values may differ"
         for name, now in served.items()
@@ -177,11 +173,7 @@ def begin(run_folder: Path) -> None:
 
 
 def configuration_of(run_folder: Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration that a run trained with last, with `overrides` as in `load_config` on top.
-
-    Raises:
-        ValueError: the folder is no run's, its configuration is damaged, or an override cannot work.
-    """
+    """Return the configuration that a run trained with last, with `overrides` as in `load_config` on top."""
     if not (run_folder / CONFIG).is_file():
         raise ValueError(f"--run {run_folder} has no {CONFIG}, must be the folder of a run, such as outputs/first")
     return from_dict(read_json_object(run_folder / CONFIG, "restore it"), overrides)
@@ -272,32 +264,21 @@ def _run_of(checkpoint: str, own: Path) -> Path:
     return run if linked and (run / CONFIG).is_file() else real.parent.parent
 
 
-def start_files(run_folder: Path) -> list[Path]:
-    """Return the records of a run's starts, in order."""
+def _start_files(run_folder: Path) -> list[Path]:
     return sorted((run_folder / STARTS).glob("[0-9]*.json"))
 
 
 def _recipe_alone(spec: str, config: Config) -> Config:
-    """Return the configuration of a recipe without overrides, to compare with; `config` where a knob needs them."""
+    """Return the configuration of a recipe without overrides; `config` where a knob needs them."""
     try:
         return unchecked(spec)
     except ConfigError:
         return config
 
 
-def _recipe_of(run_folder: Path) -> str:
-    """Return the recipe of a run's latest start; "" where none is on record."""
-    return str((_latest(run_folder) or {}).get("recipe", ""))
-
-
 def _latest(run_folder: Path) -> dict[str, Any] | None:
-    files = start_files(run_folder)
+    files = _start_files(run_folder)
     return read_json_object(files[-1], "remove it") if files else None
-
-
-def _base_name(spec: str) -> str:
-    """Return "FILE:RECIPE" without folders."""
-    return Path(spec).name
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any], title: str) -> list[str]:

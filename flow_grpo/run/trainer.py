@@ -56,45 +56,25 @@ from flow_grpo.settings.schema import Config, RewardConfig
 
 @dataclasses.dataclass
 class Trainer:
-    """One run on one rank; every method is a collective call.
-
-    Attributes:
-        config: the run's configuration.
-        collector: samples a round.
-        updater: takes the gradient steps.
-        evaluator: measures held-out conditions.
-        state: what a checkpoint holds.
-        tracker: metrics, videos, summary.
-        progress: the console.
-        world: who takes part, as the data sees them.
-        device: this rank's device.
-        run_folder: where the run's files are.
-        lock: the run lock of that folder.
-        forwards: counts the network's calls.
-        dynamic_sampling: samples further rounds when groups are flat, or None.
-        cameras: the kind of camera of every training condition, for statistics; () keeps none.
-        from_own: the run resumes from its own checkpoint, so its state is already saved.
-        makes_videos: tools/generate.py can make videos with the policy's model.
-        ledger: seconds outside of epochs.
-    """
+    """One run on one rank; every method is a collective call."""
 
     config: Config
     collector: Collector
     updater: Updater
     evaluator: Evaluator
-    state: RunState
-    tracker: Tracker
-    progress: Progress
+    state: RunState  # what a checkpoint holds
+    tracker: Tracker  # metrics, videos, summary
+    progress: Progress  # the console
     world: World
     device: torch.device
     run_folder: Path
-    lock: RunLock
+    lock: RunLock  # of that folder
     forwards: ForwardCount
     dynamic_sampling: DynamicSampling | None = None
-    cameras: tuple[str, ...] = ()
-    from_own: bool = False
-    makes_videos: bool = True
-    ledger: Ledger = dataclasses.field(default_factory=Ledger)
+    cameras: tuple[str, ...] = ()  # kind of camera of every training condition, for statistics; () keeps none
+    from_own: bool = False  # the run resumes from its own checkpoint, so its state is already saved
+    makes_videos: bool = True  # tools/generate.py can make videos with the policy's model
+    ledger: Ledger = dataclasses.field(default_factory=Ledger)  # seconds outside of epochs
 
     def __post_init__(self) -> None:
         self.clock = RunClock(self.device, self.state)
@@ -175,7 +155,12 @@ class Trainer:
             )
         first = self.state.finished
         for epoch in range(first, self.config.num_epochs):
-            if self._out_of_time() or self._asked_to_end():
+            # By rank 0's clock, and by the first rank with a signal: all must end together.
+            seconds = 60 * self.config.max_minutes
+            if seconds and self.world.broadcast_text(str(self.state.train_seconds >= seconds)) == "True":
+                break
+            self.ended_by = next(filter(None, self.world.all.gather_text(self.end.signal)), "")
+            if self.ended_by:
                 break
             if epoch == first and self.world.is_main:
                 begin(self.run_folder)
@@ -352,10 +337,12 @@ class Trainer:
             heard = self._reward_signal
             if heard and heard.absent and self.config.doctor != "off" and self.config.num_epochs:
                 raise NoSignalError(heard.without_value)
-        elif self.state.finished and self._evaluation_is_due(self.state.finished) and not self._has_evaluated():
-            self.evaluate()  # the previous run stopped in this evaluation, for example at a broken video
-            self.saver.forget()  # the checkpoint has no score yet
-            self.save()
+        elif self.state.finished and self._evaluation_is_due(self.state.finished):
+            names = self.tracker.recorded(self.state.finished)
+            if self.world.broadcast_text(str(any(name.startswith("eval/") for name in names))) != "True":
+                self.evaluate()  # the previous run stopped in this evaluation, for example at a broken video
+                self.saver.forget()  # the checkpoint has no score yet
+                self.save()
         check_measured(self.config.train.stop_if, self.state.before)
         best = self.config.checkpoint.best
         if best and best.removeprefix("-") not in self.state.before:
@@ -455,22 +442,6 @@ class Trainer:
         self._reward_signal = measure_signal(self.collector, self.evaluator.dataset, self.reward.weights, groups=groups)
         self.collector.rewards.stats()  # of these requests, which are not training's
         return self._reward_signal.metrics()
-
-    def _has_evaluated(self) -> bool:
-        """Return whether held-out metrics of the current state are on record."""
-        names = self.tracker.recorded(self.state.finished)
-        return self.world.broadcast_text(str(any(name.startswith("eval/") for name in names))) == "True"
-
-    def _out_of_time(self) -> bool:
-        """Return whether the configured minutes are used up, by rank 0's clock."""
-        limit = 60 * self.config.max_minutes
-        return limit > 0 and self.world.broadcast_text(str(self.state.train_seconds >= limit)) == "True"
-
-    def _asked_to_end(self) -> bool:
-        """Return whether any rank received a signal to end; all ranks then know which."""
-        signals = [name for name in self.world.all.gather_text(self.end.signal) if name]
-        self.ended_by = signals[0] if signals else ""
-        return bool(signals)
 
     def weights(self) -> AbstractContextManager[Any]:
         """Return a context that swaps in the weights to evaluate: their moving average if there is one."""

@@ -7,6 +7,7 @@ import types
 import pytest
 import torch
 
+from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.data.splits import held_out_data, multicam_data, training_data
 from flow_grpo.data.tiny_world import ensure_tiny_world
@@ -15,6 +16,7 @@ from flow_grpo.records import Guidance
 from flow_grpo.run import parts as build
 from flow_grpo.runtime.ranks.process_group import Group, World
 from flow_grpo.settings.loading import load_config
+from flow_grpo.settings.sampling import sampling_of
 
 TINY = "config/grpo.py:tiny_recam"
 
@@ -147,10 +149,7 @@ def test_weights_that_read_the_camera_can_have_a_learning_rate_of_their_own():
 )
 def test_remembered_steps_leave_the_device_when_asked_or_needed(world, changes, offload):
     config = settings(world, *changes)
-    data = multicam_data(config.data, "train")
-    sampler = build.build_sampler(config, data, World())
-    collector = build.build_collector(config, None, data, sampler, None, types.SimpleNamespace(rollout=None), World())
-    assert collector.offload == offload
+    assert Collector(None, None, None, sampling_of(config), config, World()).offload == offload
 
 
 def test_step_weights_follow_guard_and_choice():
