@@ -36,16 +36,12 @@ def paired_changes(before: Table, after: Table) -> dict[str, Interval]:
 
 def changes_by_camera(before: Table, after: Table) -> dict[str, dict[str, list[float]]]:
     """Return kind of camera -> `eval/` name -> [mean, low, high] of the paired change, where there is an interval."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for kind, part in after.by_camera().items():
-        changes = {
-            name: [change.mean, change.low, change.high]
-            for name, change in paired_changes(before, part).items()
-            if math.isfinite(change.low)
-        }
-        if changes:
-            found[kind] = changes
-    return found
+    kinds = {kind: paired_changes(before, part) for kind, part in after.by_camera().items()}
+    known = {
+        kind: {name: [one.mean, one.low, one.high] for name, one in changes.items() if math.isfinite(one.low)}
+        for kind, changes in kinds.items()
+    }
+    return {kind: changes for kind, changes in known.items() if changes}
 
 
 def as_metrics(changes: Mapping[str, Interval], names: Sequence[str]) -> dict[str, float]:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
@@ -252,18 +252,10 @@ class Evaluator:
         return [(rows, self.world.dealt_rows(number, len(rows))) for number, rows in enumerate(batches)]
 
     def _sample(self, rows: Sequence[int]) -> tuple[list[Condition], Tensor]:
-        """Return conditions and latents; errors are synchronised around the rollout, a collective call under FSDP2."""
-        with self.world.sync_errors("evaluation"):
-            indices = [self.indices[row] for row in rows]
-            conditions = [self.dataset.condition(index, gid=index) for index in indices]
-        share_encodings(self.policy, conditions, self.world.all, lambda: self.world.sync_errors("evaluation"))
-        with self.world.sync_errors("evaluation"):
-            conditioning = self.policy.encode(conditions, eval_guidance(self.config))
-        with self.world.sync_errors("evaluation"):
-            sigmas = flow_sigmas(self.config.eval.num_steps, self.config.sample.shift)
-            deterministic = Sampling(sigmas, ODE, seed=key("eval", "noise"))
-            samples = rollout(self.policy, conditions, conditioning, [()] * len(conditions), deterministic)
-        return conditions, samples.final_latents
+        loading = (self.dataset.condition(self.indices[row], gid=self.indices[row]) for row in rows)
+        sigmas = flow_sigmas(self.config.eval.num_steps, self.config.sample.shift)
+        deterministic = Sampling(sigmas, ODE, seed=key("eval", "noise"))
+        return sample(self.policy, loading, deterministic, self.world, "evaluation", eval_guidance(self.config))
 
     def _measure(self, videos: Tensor, conditions: Sequence[Condition]) -> Table:
         columns: dict[str, Tensor] = {}
@@ -294,6 +286,31 @@ class Evaluator:
         own = [pair for numbers, table in parts for pair in zip(numbers, table.rows(), strict=True)]
         rows = dict(pair for text in self.world.all.gather_text(json.dumps(own)) for pair in json.loads(text))
         return Table.of_rows([rows[number] for number in sorted(rows)])
+
+
+def sample(
+    policy: Policy,
+    loading: Iterable[Condition],
+    sampling: Sampling,
+    world: World,
+    phase: str,
+    guidance: Guidance | None = None,
+) -> tuple[list[Condition], Tensor]:
+    """Return conditions, which are loaded as `loading` is iterated, and their final latents (collective call).
+
+    Errors are synchronised before the rollout, which is a collective call under FSDP2.
+
+    Raises:
+        RuntimeError: on every rank, if any failed in this phase.
+    """
+    with world.sync_errors(phase):
+        conditions = list(loading)
+    share_encodings(policy, conditions, world.all, lambda: world.sync_errors(phase))
+    with world.sync_errors(phase):
+        conditioning = policy.encode(conditions, guidance)
+    with world.sync_errors(phase):
+        windows = sampling.windows(condition.gid for condition in conditions)
+        return conditions, rollout(policy, conditions, conditioning, windows, sampling).final_latents
 
 
 def held_out_indices(total: int, count: int) -> list[int]:

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from flow_grpo.algorithm.rollout.collector import Collector
-from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.rollout.scoring import decode, share_results
-from flow_grpo.algorithm.rollout.shared_encodings import share_encodings
-from flow_grpo.judging.evaluate import ConditionSource
+from flow_grpo.judging.evaluate import ConditionSource, sample
 from flow_grpo.maths.keys import key
 from flow_grpo.records import RewardResult
 from flow_grpo.settings.errors import RunStoppedError
@@ -26,11 +24,7 @@ from flow_grpo.settings.sampling import Sampling
 
 
 class NoSignalError(RunStoppedError):
-    """The rewards cannot tell the copies of a group apart.
-
-    Args:
-        without_value: the weighted rewards that have no value for any copy, if that is why.
-    """
+    """The rewards cannot tell the copies of a group apart, perhaps as some are `without_value` for any copy."""
 
     save = False  # nothing was trained
 
@@ -47,17 +41,11 @@ class NoSignalError(RunStoppedError):
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """A reward's root mean variance inside groups, in its unit; NaN without two valid copies in any group.
+    """A reward's root mean variance inside groups, in its unit; NaN without two valid copies in any group."""
 
-    Attributes:
-        own: with initial noise of each copy's own.
-        shared: with initial noise that copies share.
-        floor: the reward's noise floor.
-    """
-
-    own: float
-    shared: float
-    floor: float
+    own: float  # with initial noise of each copy's own
+    shared: float  # with initial noise that copies share
+    floor: float  # noise of the reward itself
 
     @property
     def credit_share(self) -> float:
@@ -67,17 +55,11 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class Signal:
-    """What a recipe's rewards can tell of the copies of a group; those without a weight do not count.
+    """What a recipe's rewards can tell of the copies of a group; those without a weight do not count."""
 
-    Attributes:
-        spreads: reward name -> spread.
-        weights: reward name -> weight.
-        shared: the copies of the recipe share their initial noise, so all of their spread is credited.
-    """
-
-    spreads: Mapping[str, Spread]
-    weights: Mapping[str, float]
-    shared: bool
+    spreads: Mapping[str, Spread]  # by reward
+    weights: Mapping[str, float]  # by reward
+    shared: bool  # the recipe's copies share their initial noise, so all of their spread is credited
 
     @property
     def inside(self) -> dict[str, float]:
@@ -142,7 +124,9 @@ def measure_signal(
         one = dataclasses.replace(sampling, seed=seed, same_initial_noise=shared, record=False)
         scored = [sample_group(collector, dataset, one, world.data.rank * groups + number) for number in range(groups)]
         for name in floors:
-            variances = torch.stack([_variance(values[name]) for values in scored])
+            finite = [values[name][values[name].isfinite()] for values in scored]
+            nan = torch.tensor(torch.nan, dtype=torch.float64)
+            variances = torch.stack([values.var() if len(values) > 1 else nan for values in finite])
             found[name][shared] = math.sqrt(float(world.data.all_gather(variances).nanmean()))
     spreads = {name: Spread(found[name][False], found[name][True], floor) for name, floor in floors.items()}
     return Signal(spreads, weights, recipe_shares)
@@ -154,32 +138,20 @@ def sample_group(collector: Collector, dataset: ConditionSource, sampling: Sampl
     Raises:
         RuntimeError: on every rank, if any failed.
     """
-    policy, rewards, world, sample = collector.policy, collector.rewards, collector.world, collector.config.sample
+    policy, rewards, world = collector.policy, collector.rewards, collector.world
+    copies, most = range(collector.config.sample.k), collector.config.sample.train_batch_size
     scored: list[dict[str, RewardResult]] = []
-    for number, first in enumerate(range(0, sample.k, sample.train_batch_size)):
-        slots = range(first, min(first + sample.train_batch_size, sample.k))
-        with world.sync_errors("measuring the signal"):
-            conditions = [dataset.condition(gid % len(dataset), gid, slot) for slot in slots]
-        share_encodings(policy, conditions, world.all, lambda: world.sync_errors("measuring the signal"))
-        with world.sync_errors("measuring the signal"):
-            conditioning = policy.encode(conditions)
-        with world.sync_errors("measuring the signal"):
-            windows = sampling.windows(condition.gid for condition in conditions)
-            samples = rollout(policy, conditions, conditioning, windows, sampling)
+    for number, first in enumerate(copies[::most]):
+        slots = copies[first : first + most]
+        loading = (dataset.condition(gid % len(dataset), gid, slot) for slot in slots)
+        conditions, latents = sample(policy, loading, sampling, world, "measuring the signal")
         with world.sync_errors("measuring the signal"):
             rows = world.dealt_rows(number, len(slots))
-            own, latents = conditions[rows], samples.final_latents[rows]
-            scored.append(rewards(decode(policy, own, latents), own) if own else {})
+            own = conditions[rows]
+            scored.append(rewards(decode(policy, own, latents[rows]), own) if own else {})
     results = share_results(scored, world)
-    return {name: torch.cat([_values(one[name]) for one in results]) for name in rewards.floors}
-
-
-def _values(result: RewardResult) -> Tensor:
-    """Return the (B,) fp64 values, NaN where not valid."""
-    return result.values.cpu().double().masked_fill(~result.valid.cpu(), torch.nan)
-
-
-def _variance(values: Tensor) -> Tensor:
-    """Return the () variance of the finite values, NaN with fewer than two."""
-    finite = values[values.isfinite()]
-    return finite.var() if len(finite) > 1 else torch.tensor(torch.nan, dtype=torch.float64)
+    found: dict[str, Tensor] = {}
+    for name in rewards.floors:
+        parts = [(one[name].values.cpu().double(), one[name].valid.cpu()) for one in results]
+        found[name] = torch.cat([values.masked_fill(~valid, torch.nan) for values, valid in parts])
+    return found

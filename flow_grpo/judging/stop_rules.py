@@ -16,13 +16,7 @@ _NOT_OF_AN_EPOCH = ("eval_floor", "eval_by_camera")  # sections that rules are n
 
 
 class BrokenPolicyError(RunStoppedError):
-    """Training has broken the policy; raised on every rank.
-
-    Args:
-        rule: which one holds, as `broken` says it.
-        epoch: after which it holds.
-        run_folder: folder of the run.
-    """
+    """Training has broken the policy, by a rule in the words of `broken`; raised on every rank."""
 
     def __init__(self, rule: str, epoch: int, run_folder: Path) -> None:
         super().__init__(
@@ -33,17 +27,10 @@ class BrokenPolicyError(RunStoppedError):
 
 
 def check_measured(rules: Sequence[str], held_out: Collection[str]) -> None:
-    """Refuse a rule that can never hold, such as one with a misspelt metric.
+    """Refuse a rule that can never hold, such as one with a misspelt metric, by an InputError.
 
     The default rules pass: they hold where there is something to measure. Names of single rewards are not looked at,
-    but for those of held-out metrics.
-
-    Args:
-        rules: each METRIC<BOUND or METRIC>BOUND.
-        held_out: names of the run's held-out metrics, `eval/...`.
-
-    Raises:
-        InputError: no epoch has such a metric.
+    but for those of held-out metrics. `held_out` names those of the run, `eval/...`.
     """
     for rule in rules:
         name = parse_rule(rule)[0]
@@ -59,12 +46,7 @@ def check_measured(rules: Sequence[str], held_out: Collection[str]) -> None:
 
 
 def broken(rules: Sequence[str], metrics: Mapping[str, float]) -> str:
-    """Return the first rule that holds and the value that it holds for, in words, or "".
-
-    Args:
-        rules: each METRIC<BOUND or METRIC>BOUND.
-        metrics: metrics of one epoch; a metric that is missing or NaN breaks no rule.
-    """
+    """Return the first rule that holds in an epoch and its value, in words, or ""; NaN breaks no rule."""
     for rule in rules:
         name, below, bound = parse_rule(rule)
         value = metrics.get(name, math.nan)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from flow_grpo.judging.changes import LEAST_SCENES
 from flow_grpo.judging.table import Table, common_rows
@@ -22,33 +21,25 @@ DO_NOT_USE = "held-out metrics got worse: do not use this adapter"
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The verdict on a run.
+    """The verdict on a run."""
 
-    Attributes:
-        overall: "better" or "worse" where the metrics that count agree, "mixed" where they do not, else "unclear".
-            Those that no reward of the training measures count; where there is a gold estimator, of these only its
-            own and the likeness to the true view; where there are none, all.
-        metrics: `eval/` name -> "better", "worse" or "unclear".
-        measurable: whether there are intervals at all: too few scenes give none.
-        small: every change of a measurement that decides is small, see `is_small`, and there is one.
-    """
-
+    # "better" or "worse" where the metrics that count agree, "mixed" where they do not, else "unclear". Those that no
+    # reward of the training measures count; where there is a gold estimator, of these only its own and the similarity
+    # to the true view; where there are none, all.
     overall: str
-    metrics: dict[str, str]
-    measurable: bool = True
-    small: bool = False
-
-    def named(self, word: str) -> list[str]:
-        """Return the metrics with a verdict."""
-        return [name.removeprefix("eval/") for name, found in self.metrics.items() if found == word]
+    metrics: dict[str, str]  # `eval/` name -> "better", "worse" or "unclear"
+    measurable: bool = True  # whether there are intervals at all: too few scenes give none
+    small: bool = False  # every change of a measurement that decides is small, see `is_small`, and there is one
 
     def __str__(self) -> str:
         """Return the verdict in one line."""
-        said = "; ".join(f"{word}: {', '.join(names)}" for word in ("better", "worse") if (names := self.named(word)))
-        if not said:
-            said = "no interval excludes 0" if self.measurable else TOO_FEW
+        clear = []
+        for word in ("better", "worse"):
+            names = [name.removeprefix("eval/") for name, found in self.metrics.items() if found == word]
+            clear += [f"{word}: {', '.join(names)}"] if names else []
+        words = "; ".join(clear) or ("no interval excludes 0" if self.measurable else TOO_FEW)
         size = f", but by less than {SMALL:.0%}" if self.small else ""
-        text = f"{self.overall}{size} ({said})"
+        text = f"{self.overall}{size} ({words})"
         return f"{text}; {DO_NOT_USE}" if self.overall == "worse" else text
 
 
@@ -92,10 +83,7 @@ def judge(
 
 
 def is_small(name: str, change: float, before: float | None, rewards: Sequence[str]) -> bool | None:
-    """Return whether a change of a measurement is small beside the value before training; None where that says nothing.
-
-    A part of a reward says nothing, as its zero may lie anywhere.
-    """
+    """Return whether a change is small beside the value before training; None for rewards, whose zero lies anywhere."""
     if before is None or name.removeprefix("eval/") in rewards:
         return None
     bound = 10 * math.log10(1 + SMALL) if name.endswith("_db") else SMALL * abs(before)
@@ -167,17 +155,3 @@ def best_and_worst(before: Table, after: Table, name: str, sign: int, count: int
     order = [row for _, row in sorted(moved, key=lambda one: -one[0])]
     count = min(count, len(order) // 2)
     return order[:count], order[len(order) - count :][::-1]
-
-
-def in_summary(
-    verdict: Verdict, best: Sequence[str], worst: Sequence[str], worse_cameras: Sequence[str]
-) -> dict[str, Any]:
-    """Return the verdict as `summary.json` holds it, with the files of the best and the worst videos."""
-    return {
-        "overall": verdict.overall,
-        "in_words": str(verdict),
-        "metrics": verdict.metrics,
-        "worse_by_camera": list(worse_cameras),
-        "best": list(best),
-        "worst": list(worst),
-    }

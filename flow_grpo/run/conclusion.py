@@ -12,7 +12,6 @@ from flow_grpo.judging.verdict import (
     best_and_worst,
     deciding,
     direction,
-    in_summary,
     judge,
     worse_by_camera,
 )
@@ -47,7 +46,14 @@ def conclude(trainer: Trainer, after: Evaluation) -> None:
         gallery.cameras(cameras_before, means_by_camera(after.table), by_camera, state.finished)
         trainer.tracker.write_summary(
             {
-                "verdict": in_summary(verdict, best_files, worst_files, worse),
+                "verdict": {
+                    "overall": verdict.overall,
+                    "in_words": str(verdict),
+                    "metrics": verdict.metrics,
+                    "worse_by_camera": worse,
+                    "best": best_files,
+                    "worst": worst_files,
+                },
                 "before": state.before,
                 "after": with_intervals(after.metrics, changes),
                 **({"change_by_camera": by_camera} if by_camera else {}),
