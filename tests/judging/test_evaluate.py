@@ -178,20 +178,21 @@ def test_conditions_without_a_true_video_are_left_out_of_the_floor():
     assert made.floor()["eval_floor/trans_err_m"] == pytest.approx(4.0)
 
 
-def _evaluate(world: World, share: int = 1) -> tuple[tuple[dict[str, float], dict[str, float]], list, int]:
+def _evaluate(world: World, share: int = 1) -> tuple[tuple[dict, dict], tuple, int]:
     made = evaluator(share_samples(world, share, torch.device("cpu"))[0])
     found = made.run()
-    return (found.metrics | made.floor(), means_by_camera(found.table)), found.presets, len(found.clips)
+    counts = [row["count"] for row in found.presets]
+    return (found.metrics | made.floor(), means_by_camera(found.table)), (counts, found.table.scenes), len(found.clips)
 
 
 @pytest.mark.parametrize(("world_size", "share"), [(2, 1), (8, 1), (4, 2), (2, 2)])
 def test_any_number_of_ranks_gives_the_same_numbers_whether_they_share_samples_or_not(world_size, share):
-    (metrics, by_camera), presets, _ = _evaluate(World())
+    (metrics, by_camera), rows, _ = _evaluate(World())
     results = run_ranks(_evaluate, world_size, share)
     assert all(result[:2] == results[0][:2] for result in results)
     assert results[0][0][0] == pytest.approx(metrics, rel=1e-6)
     assert results[0][0][1] == pytest.approx(by_camera, rel=1e-6)
-    assert [row["count"] for row in results[0][1]] == [row["count"] for row in presets]
+    assert results[0][1] == rows
     assert [clips for *_, clips in results[1:]] == [0] * (world_size - 1)
 
 
