@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from flow_grpo.settings.sampling import sampling_of
 from flow_grpo.settings.schema import Config
 
 ASSUMED_RATE = 2e14  # operations per second of a device, on a machine that has none
+Tensors: TypeAlias = dict[tuple[str, str], Tensor]  # (phase of the epoch, such as "rollout", and name) -> tensor
 
 
 def show_plan(config: Config, devices: int) -> None:
@@ -42,12 +43,10 @@ def show_plan(config: Config, devices: int) -> None:
     size = largest_size(config)
     tensors = epoch_tensors(config, size, devices)
     print(f"dry run on {devices} device(s), nothing is allocated; one rank's epoch at {size[0]}x{size[1]}x{size[2]}:")
-    widest = max(len(tensor.name) for tensor in tensors)
-    for tensor in tensors:
-        shape = f"{list(tensor.shape)!s:30s}"
-        print(
-            f"{tensor.phase:12s} {tensor.name:{widest}s} {shape} {tensor.dtype:9s} {tensor.mib:10,.2f} MiB", flush=True
-        )
+    widest = max(len(name) for _, name in tensors)
+    for (phase, name), tensor in tensors.items():
+        of_type = f"{list(tensor.shape)!s:30s} {str(tensor.dtype).removeprefix('torch.'):9s}"
+        print(f"{phase:12s} {name:{widest}s} {of_type} {tensor.nbytes / 2**20:10,.2f} MiB", flush=True)
     device = device_api.resolve(config.device)
     device_api.select(device)
     limit = ASSUMED_GIB if device.type == "cpu" else device_api.memory(device)["total"]
@@ -56,41 +55,30 @@ def show_plan(config: Config, devices: int) -> None:
     print(report(config, devices, ASSUMED_RATE, round(limit, 1))[0], flush=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class TensorInfo:
-    """A tensor that one rank holds during an epoch."""
-
-    phase: str  # of the epoch, such as "rollout"
-    name: str
-    shape: tuple[int, ...]
-    dtype: str  # such as "float32"
-    mib: float
-
-
-def epoch_tensors(config: Config, size: tuple[int, int, int], world_size: int) -> list[TensorInfo]:
-    """Return the tensors of one rank's epoch with videos of (frames, rows, columns) on `world_size` ranks.
+def epoch_tensors(config: Config, size: tuple[int, int, int], world_size: int) -> Tensors:
+    """Return the tensors, of which most are fake, of one rank's epoch with videos of (frames, rows, columns).
 
     Loaders, rewards and collectives are left out.
 
     Raises:
         ValueError: the videos do not fit the model.
     """
-    found: list[TensorInfo] = []
+    found: Tensors = {}
     policy = FakePolicy(config)
     batch = _rolled_out(policy, config, size, found)
     batches = config.sample.num_batches_per_epoch
     samples = Samples.concatenate([batch.samples] * batches)
     epoch = dataclasses.replace(batch, conditions=batch.conditions * batches, samples=samples)
     views = debug_print.batch_view(epoch, sampling_of(config).sigmas, config.reward.weights)
-    _note(found, "epoch", {name: value for name, value in views.items() if isinstance(value, Tensor)})
+    found |= {("epoch", name): value for name, value in views.items() if isinstance(value, Tensor)}
     rewards = torch.empty(world_size * config.sample.expanded_batch_size)
     repeated = debug_print.repeat_over_steps(rewards, samples.trajectory.steps.shape[1])
-    _note(found, "gather", {"rewards": rewards, "rewards.avg over steps": repeated})
+    found |= {("gather", "rewards"): rewards, ("gather", "rewards.avg over steps"): repeated}
     _update(policy, config, samples, found)
     return found
 
 
-def _rolled_out(policy: FakePolicy, config: Config, size: tuple[int, int, int], found: list[TensorInfo]) -> ScoredBatch:
+def _rolled_out(policy: FakePolicy, config: Config, size: tuple[int, int, int], found: Tensors) -> ScoredBatch:
     rows, prompt = config.sample.train_batch_size, config.data.prompt
     with policy.fake_mode:
         poses = torch.empty(size[0], 4, 4)
@@ -107,15 +95,15 @@ def _rolled_out(policy: FakePolicy, config: Config, size: tuple[int, int, int], 
     samples = rollout(policy, conditions, conditioning, windows, sampling)
     videos = policy.decode(samples.final_latents)
     if conditions[0].source_video is not None:
-        _note(found, "data", {"source_video": conditions[0].source_video})
-    _note(found, "encode", conditioning.tensors())
-    _note(found, "rollout", samples.trajectory.tensors() | {"final_latents": samples.final_latents})
-    _note(found, "decode", {"videos": videos})
+        found["data", "source_video"] = conditions[0].source_video
+    found |= {("encode", name): tensor for name, tensor in conditioning.tensors().items()}
+    found |= {("rollout", name): tensor for name, tensor in samples.trajectory.tensors().items()}
+    found |= {("rollout", "final_latents"): samples.final_latents, ("decode", "videos"): videos}
     reward = RewardResult(torch.ones(rows), torch.ones(rows, dtype=torch.bool), ("",) * rows)
     return ScoredBatch(conditions, samples, dict.fromkeys(config.reward.weights, reward), videos, torch.arange(rows))
 
 
-def _update(policy: FakePolicy, config: Config, samples: Samples, found: list[TensorInfo]) -> None:
+def _update(policy: FakePolicy, config: Config, samples: Samples, found: Tensors) -> None:
     """Take the epoch's optimizer steps; every trained tensor must receive a gradient."""
     ones, rows = torch.ones(len(samples)), torch.arange(len(samples))
     batch = TrainingBatch((samples,), torch.stack([torch.zeros_like(rows), rows]), ones, ones)
@@ -132,7 +120,7 @@ def _update(policy: FakePolicy, config: Config, samples: Samples, found: list[Te
     updater = Updater(policy, objective, optimizer, config, World())
     plan = updater.plan(batch, epoch=0)
     micro_batch = batch.take(plan.steps[0][0], policy.device)
-    _note(found, "micro-batch", micro_batch.trajectory.tensors())
+    found |= {("micro-batch", name): tensor for name, tensor in micro_batch.trajectory.tensors().items()}
     with _ScalarsAreOne():  # type: ignore[no-untyped-call]
         updater.run(batch, plan, UpdateHistory())
 
@@ -144,9 +132,3 @@ class _ScalarsAreOne(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return torch.ones((), dtype=args[0].dtype).item()
         return func(*args, **(kwargs or {}))
-
-
-def _note(found: list[TensorInfo], phase: str, tensors: dict[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        mib = tensor.numel() * tensor.element_size() / 2**20
-        found.append(TensorInfo(phase, name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), mib))

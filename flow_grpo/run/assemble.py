@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import os
@@ -45,16 +44,6 @@ from flow_grpo.settings.sampling import sampling_of
 from flow_grpo.settings.schema import Config
 
 
-@dataclasses.dataclass(frozen=True)
-class Loaded:
-    """What one rank loads by itself."""
-
-    train: Split
-    policy: Policy  # not yet distributed
-    rewards: RewardSet  # of training
-    evaluator: Evaluator
-
-
 def assemble(config: Config, spec: str, device: torch.device, world: World, ledger: Ledger | None = None) -> Trainer:
     """Return a run's trainer, at its start or where the checkpoint to resume from left it (collective call).
 
@@ -77,34 +66,32 @@ def assemble(config: Config, spec: str, device: torch.device, world: World, ledg
     run_folder, lock = _claim_folder(config, spec, world)
     checkpoint = resume.find(config.resume, run_folder / "checkpoints", world=world)
     given, config = config, _choose_checkpointing(config, device, world)
-    loaded = load(config, device, world)
-    share_tokens(loaded.policy, context)
-    state = distribute(config, loaded, device, world)
-    from_own = restore(config, checkpoint, state, loaded.evaluator, run_folder, world)
+    train, policy, rewards, evaluator = load(config, device, world)
+    share_tokens(policy, context)
+    state = distribute(config, policy, train, device, world)
+    from_own = restore(config, checkpoint, state, evaluator, run_folder, world)
     with raise_on_all_ranks(world):
         if world.is_main:
             lock.take()
-            place, served = device_api.describe(device, config.device), loaded.rewards.served()
+            place, served = device_api.describe(device, config.device), rewards.served()
             count, done = world.all.size, state.finished
             said = starts.record(
                 run_folder, given, spec, checkpoint, epoch=done, ranks=count, device=place, served=served
             )
             print("\n".join(said), end="\n" if said else "", flush=True)
         tracker = open_tracker(
-            config, run_folder, loaded.evaluator, world, resumed_step=None if checkpoint is None else state.finished
+            config, run_folder, evaluator, world, resumed_step=None if checkpoint is None else state.finished
         )
     seconds = 60 * config.max_minutes - state.train_seconds if config.max_minutes else math.inf
     progress = Progress(config.num_epochs, world, finished=state.finished, seconds=seconds)
     if checkpoint is not None:
         progress.say(_resumed_from(checkpoint, state, config, own=from_own))
-    stream = ConditionStream(make_loader(loaded.train, state.sampler, config.data.num_workers), state.sampler)
+    stream = ConditionStream(make_loader(train, state.sampler, config.data.num_workers), state.sampler)
     return Trainer(
         config=config,
-        collector=Collector(
-            loaded.policy, stream, loaded.rewards, sampling_of(config), config, world, on_batch=progress.rollout
-        ),
-        updater=parts.build_updater(config, loaded.policy, state, progress, world),
-        evaluator=loaded.evaluator,
+        collector=Collector(policy, stream, rewards, sampling_of(config), config, world, on_batch=progress.rollout),
+        updater=parts.build_updater(config, policy, state, progress, world),
+        evaluator=evaluator,
         state=state,
         tracker=tracker,
         progress=progress,
@@ -112,10 +99,10 @@ def assemble(config: Config, spec: str, device: torch.device, world: World, ledg
         device=device,
         run_folder=run_folder,
         lock=lock,
-        forwards=_count_forwards(config, loaded.policy, device),
+        forwards=_count_forwards(config, policy, device),
         ledger=ledger or Ledger(),
-        dynamic_sampling=parts.build_dynamic_sampling(config, loaded.rewards, progress, world),
-        cameras=pooled(loaded.train.cameras()),
+        dynamic_sampling=parts.build_dynamic_sampling(config, rewards, progress, world),
+        cameras=pooled(train.cameras()),
         from_own=from_own,
         makes_videos=is_video_model(config.model.kind),
     )
@@ -157,8 +144,8 @@ def _choose_checkpointing(config: Config, device: torch.device, world: World) ->
     return config
 
 
-def load(config: Config, device: torch.device, world: World) -> Loaded:
-    """Load data, model and rewards (collective call).
+def load(config: Config, device: torch.device, world: World) -> tuple[Split, Policy, RewardSet, Evaluator]:
+    """Load training data, model, rewards and the held-out evaluation (collective call).
 
     Raises:
         ValueError: on every rank, for an input that is missing or unusable on any.
@@ -170,7 +157,7 @@ def load(config: Config, device: torch.device, world: World) -> Loaded:
         rewards = parts.build_rewards(config, config.reward.weights, world)
         try_rewards(rewards, train.condition(0))
         evaluator = parts.build_evaluator(config, policy, held_out, world)
-    return Loaded(train, policy, rewards, evaluator)
+    return train, policy, rewards, evaluator
 
 
 def splits(config: Config, world: World) -> tuple[Split, Split]:
@@ -200,14 +187,13 @@ def share_tokens(policy: Policy, context: ContextParallel) -> None:
     policy.share_tokens(context)
 
 
-def distribute(config: Config, loaded: Loaded, device: torch.device, world: World) -> RunState:
+def distribute(config: Config, policy: Policy, train: Split, device: torch.device, world: World) -> RunState:
     """Distribute the policy's network and its optimizer over the ranks, and return the run's state (collective call).
 
     Raises:
         ValueError: on every rank, when ranks hold different models or data, or the network cannot be sharded so.
     """
-    policy = loaded.policy
-    identity = common_identity(policy.module, config.model.trained, loaded.train, world)
+    identity = common_identity(policy.module, config.model.trained, train, world)
     policy.module = parallelize(policy.module, config.train.sharding, device, world)
     if config.train.kl_coef > 0:
         policy.keep_reference(offload=config.model.offload)
@@ -222,7 +208,7 @@ def distribute(config: Config, loaded: Loaded, device: torch.device, world: Worl
     return RunState(
         module=policy.module,
         optimizer=parts.build_optimizer(config, policy),
-        sampler=parts.build_sampler(config, loaded.train, world),
+        sampler=parts.build_sampler(config, train, world),
         ema=Ema(policy.trained_parameters(), config.train.ema_decay) if config.train.ema_decay else None,
         device=device,
         identity=identity,

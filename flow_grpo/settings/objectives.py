@@ -24,11 +24,12 @@ class Traits:
 
     Attributes:
         implementation: "MODULE:CLASS".
-        replays_steps: it learns from the stochastic steps of the rollout, which trajectories then keep; its class has
-            `GrpoObjective`'s `replay`, `reference_mean` and `step_weight`, by which the doctor examines them.
+        replays_steps: it learns from the stochastic steps of the rollout, which trajectories then keep.
         passes: backward passes over a sample.
         forwards: calls without gradient beside each of them: reference, old policy, averaged weights.
         forbids: raises ConfigError for settings that cannot work with it.
+        single_steps: a pass is one of these steps, and its class has the `replay`, `reference_mean` and `step_weight`
+            of `GrpoObjective`: the doctor examines step by step, else only that the loss repeats itself.
     """
 
     implementation: str
@@ -36,6 +37,7 @@ class Traits:
     passes: Callable[[Config], int]
     forwards: Callable[[Config], int]
     forbids: Callable[[Config], None]
+    single_steps: bool = False
 
 
 def traits_of(config: Config) -> Traits:
@@ -115,6 +117,7 @@ OBJECTIVES = {
         passes=window_length,
         forwards=_grpo_forwards,
         forbids=_grpo_forbids,
+        single_steps=True,
     ),
     "forward": Traits(
         implementation="flow_grpo.algorithm.update.matching:MatchingObjective",

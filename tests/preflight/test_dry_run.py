@@ -20,7 +20,7 @@ from tests.toy import condition
 def shapes_of(recipe: str, devices: int, *changes: str) -> tuple[dict[tuple[str, str], tuple[int, ...]], object]:
     config = load_config(f"config/grpo.py:{recipe}", changes)
     size = (config.data.num_frames, config.data.height, config.data.width)
-    return {(found.phase, found.name): found.shape for found in dry_run.epoch_tensors(config, size, devices)}, config
+    return {name: tuple(found.shape) for name, found in dry_run.epoch_tensors(config, size, devices).items()}, config
 
 
 def test_the_real_recipe_has_the_shapes_of_its_settings_and_allocates_nothing():

@@ -51,8 +51,8 @@ class Replay:
 
 
 def replaying_objective(trainer: Trainer) -> GrpoObjective | None:
-    """Return the objective where its traits say that it replays recorded steps, with GRPO's methods for that."""
-    return cast(GrpoObjective, trainer.updater.objective) if traits_of(trainer.config).replays_steps else None
+    """Return the objective if its traits say that it replays single steps, by the methods of GRPO's."""
+    return cast(GrpoObjective, trainer.updater.objective) if traits_of(trainer.config).single_steps else None
 
 
 def examine_probe(trainer: Trainer, batch_sizes: Iterable[int] = ()) -> Iterator[Finding]:
