@@ -81,12 +81,9 @@ def largest_size(config: Config) -> tuple[int, int, int]:
 
 
 def make_plan(config: Config, devices: int, rate: float) -> Plan:
-    """Return the cost of a recipe.
+    """Return the cost of a recipe; with several buckets every video has the largest size.
 
-    Args:
-        config: the recipe; with several buckets every video has the largest size.
-        devices: number of ranks.
-        rate: operations per second that a device sustains on this model.
+    `rate` is the number of operations a second that each of the devices sustains on this model.
     """
     sample, train, model = config.sample, config.train, config.model
     codec = codec_cost(model, largest_size(config))

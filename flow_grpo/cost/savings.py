@@ -25,15 +25,10 @@ Values: TypeAlias = dict[str, int | str]  # dotted path of a knob -> value
 
 @dataclasses.dataclass(frozen=True)
 class Saving:
-    """A way to need less memory.
+    """A way to need less memory."""
 
-    Attributes:
-        values: returns the new values of the knobs of a configuration that it changes.
-        exact: what is trained stays the same, up to rounding.
-    """
-
-    values: Callable[[Config], Values]
-    exact: bool = True
+    values: Callable[[Config], Values]  # new values of the knobs of a configuration that it changes
+    exact: bool = True  # what is trained stays the same, up to rounding
 
 
 def knobs(config: Config, devices: int) -> list[Saving]:
@@ -113,11 +108,7 @@ def smallest_set(config: Config, devices: int, rate: float, limit: float) -> tup
 def report(config: Config, devices: int, rate: float, limit: float) -> tuple[str, bool]:
     """Return the plan in words (costs, what was assumed, what saves memory, whether it fits), and whether it fits.
 
-    Args:
-        config: the recipe.
-        devices: number of ranks.
-        rate: operations per second that a device sustains.
-        limit: GiB of a device.
+    Of each of the devices, `rate` is the operations a second that it sustains, `limit` its GiB.
     """
     plan = make_plan(config, devices, rate)
     fits = plan.most_gib <= limit

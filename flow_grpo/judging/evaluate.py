@@ -67,15 +67,10 @@ class Locator(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """The result of an evaluation, identical on every rank but for the clips.
+    """The result of an evaluation, identical on every rank but for the clips."""
 
-    Attributes:
-        table: a row per condition.
-        clips: the first videos that rank 0 scores; empty elsewhere.
-    """
-
-    table: Table
-    clips: list[Clip]
+    table: Table  # a row per condition
+    clips: list[Clip]  # of the first videos that rank 0 scores; empty elsewhere
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -101,9 +96,6 @@ class Evaluator:
         gold: an estimator that no reward uses, or None; its metrics have no prefix.
         config: the recipe, of which `eval` says how to measure.
         world: who shares the work.
-
-    Raises:
-        ValueError: more conditions than the dataset holds.
     """
 
     def __init__(
@@ -149,11 +141,7 @@ class Evaluator:
     def run(self, weights: AbstractContextManager[Any] | None = None) -> Evaluation:
         """Sample and measure every held-out condition (collective call).
 
-        Args:
-            weights: context entered while sampling, for example to use averaged weights.
-
-        Raises:
-            RuntimeError: on every rank, if any failed.
+        `weights` is a context entered while sampling, for example to use averaged weights.
         """
         parts: list[tuple[list[int], Table]] = []
         clips: list[Clip] = []
@@ -174,9 +162,6 @@ class Evaluator:
 
         Those are the codec's reconstructions of the true target videos: the estimator's own error, with the codec's.
         Empty without a gold estimator or true videos.
-
-        Raises:
-            RuntimeError: on every rank, if any failed.
         """
         if self.gold is None:
             return {}
@@ -198,16 +183,8 @@ class Evaluator:
     ) -> list[Clip]:
         """Sample some conditions once more, one by one, and return their clips on rank 0 (collective call).
 
-        Beside each is what the starting policy makes of it, where the policy can still be that.
-
-        Args:
-            rows: rows of `after`.
-            before: the evaluation before training, for the captions.
-            after: an evaluation with the same weights, likewise.
-            weights: context entered while sampling.
-
-        Raises:
-            RuntimeError: on every rank, if any failed.
+        Beside each is what the starting policy makes of it, where the policy can still be that. `rows` are those of
+        `after`, an evaluation with the same weights; captions compare it to `before`, that before training.
         """
         if not rows:
             return []

@@ -112,9 +112,6 @@ def measure_signal(
         weights: reward name -> weight.
         groups: number of groups on every rank, for each kind of noise.
         both: sample with own initial noise although the recipe's copies share theirs; without, `Spread.own` is NaN.
-
-    Raises:
-        RuntimeError: on every rank, if any failed.
     """
     sampling, world, floors = collector.sampling, collector.world, collector.rewards.floors
     recipe_shares = sampling.same_initial_noise
@@ -133,11 +130,7 @@ def measure_signal(
 
 
 def sample_group(collector: Collector, dataset: ConditionSource, sampling: Sampling, gid: int) -> dict[str, Tensor]:
-    """Return reward name -> (k,) fp64 values of one condition's copies, NaN where not valid (collective call).
-
-    Raises:
-        RuntimeError: on every rank, if any failed.
-    """
+    """Return reward name -> (k,) fp64 values of one condition's copies, NaN where not valid (collective call)."""
     policy, rewards, world = collector.policy, collector.rewards, collector.world
     copies, most = range(collector.config.sample.k), collector.config.sample.train_batch_size
     scored: list[dict[str, RewardResult]] = []

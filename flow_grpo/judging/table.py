@@ -15,19 +15,12 @@ from flow_grpo.algorithm.groups.metrics import pooled
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """N rows in a fixed order.
+    """N rows in a fixed order."""
 
-    Attributes:
-        scenes: folder of each scene, relative to the data set's root.
-        cameras: name of each target camera; with the scene it names the condition.
-        presets: name of each camera's motion, "" where there is none.
-        values: metric -> (N,) fp64, NaN where it could not be measured.
-    """
-
-    scenes: tuple[str, ...]
-    cameras: tuple[str, ...]
-    presets: tuple[str, ...]
-    values: dict[str, Tensor]
+    scenes: tuple[str, ...]  # folders, relative to the data set's root
+    cameras: tuple[str, ...]  # names of the target cameras; with the scene one names the condition
+    presets: tuple[str, ...]  # names of the cameras' motions, "" where there is none
+    values: dict[str, Tensor]  # metric -> (N,) fp64, NaN where it could not be measured
 
     @classmethod
     def of_rows(cls, rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -115,7 +115,7 @@ def worse_by_camera(
     largest beside its interval. Small changes are left out.
 
     Args:
-        by_camera: kind of camera -> `eval/` name -> mean, lower and upper end of the change.
+        by_camera: as of `changes_by_camera`.
         names: the metrics to look at, such as those of `deciding`.
         rewards: as in `direction`.
         before: `eval_by_camera/<kind>/<metric>` -> value before training.
@@ -138,14 +138,9 @@ def abridged(worse: Sequence[str]) -> list[str]:
 
 
 def best_and_worst(before: Table, after: Table, name: str, sign: int, count: int) -> tuple[list[int], list[int]]:
-    """Return the rows of `after` that a metric improved most on, and least.
+    """Return the rows of `after` that a metric (without `eval/`) improved most on, and least; `sign` as of `direction`.
 
-    Args:
-        before: the evaluation before training.
-        after: the present one.
-        name: metric, without `eval/`.
-        sign: 1 where more is better, -1 where less is.
-        count: number of each, fewer where there are not twice as many rows whose value has changed.
+    At most `count` of each, fewer where there are not twice as many rows whose value has changed.
     """
     if name not in before.values or name not in after.values:
         return [], []

@@ -30,43 +30,26 @@ from flow_grpo.settings.errors import refusal
 
 @dataclasses.dataclass
 class RunState:
-    """The mutable state of a run, which checkpoints save.
+    """The mutable state of a run, which checkpoints save."""
 
-    Attributes:
-        module: the network, of which the trained weights are saved.
-        optimizer: its moments are saved; its settings always come from the configuration.
-        sampler: its position is saved.
-        ema: the moving average, or None.
-        device: whose random state is saved.
-        identity: fingerprints of the model and data that a checkpoint belongs to.
-        finished: number of finished epochs.
-        train_seconds: seconds of training for `max_minutes`: epochs and the evaluations between them, of all starts.
-        forward_equivalents: work of the finished epochs over all ranks, see `ForwardCount`.
-        before: held-out metrics before training, None until measured.
-        table_before: the same condition by condition; None until measured, or from an earlier version's checkpoint.
-        floor: `eval_floor/` name -> what the gold estimator finds on perfect videos; empty where not measured.
-        measured_on: what the held-out metrics depend on, see `Evaluator`; {} until measured.
-        broken: which rule of `train.stop_if` the last epoch has broken, in words, or "".
-        shortages: one number for each of the last epochs with dynamic sampling, 1 where the pool fell short.
-        history: history of the optimizer steps.
-    """
-
-    module: nn.Module
-    optimizer: torch.optim.Optimizer
-    sampler: DistributedKRepeatSampler
+    module: nn.Module  # the network, of which the trained weights are saved
+    optimizer: torch.optim.Optimizer  # its moments are saved; its settings always come from the configuration
+    sampler: DistributedKRepeatSampler  # its position is saved
     ema: Ema | None
-    device: torch.device
-    identity: dict[str, str]
-    finished: int = 0
-    train_seconds: float = 0.0
-    forward_equivalents: float = 0.0
-    before: dict[str, float] | None = None
-    table_before: Table | None = None
+    device: torch.device  # whose random state is saved
+    identity: dict[str, str]  # fingerprints of the model and data that a checkpoint belongs to
+    finished: int = 0  # epochs
+    train_seconds: float = 0.0  # for `max_minutes`: epochs and the evaluations between them, of all starts
+    forward_equivalents: float = 0.0  # work of the finished epochs over all ranks, see `ForwardCount`
+    before: dict[str, float] | None = None  # held-out metrics before training, None until measured
+    table_before: Table | None = None  # the same by condition; also None from an earlier version's checkpoint
+    # `eval_floor/` name -> what the gold estimator finds on perfect videos; empty where not measured.
     floor: dict[str, float] = dataclasses.field(default_factory=dict)
-    measured_on: dict[str, str | float] = dataclasses.field(default_factory=dict)
-    broken: str = ""
+    measured_on: dict[str, str | float] = dataclasses.field(default_factory=dict)  # see `Evaluator`; {} until measured
+    broken: str = ""  # the rule of `train.stop_if` that holds after the last epoch, in words
+    # One number for each of the last epochs with dynamic sampling, 1 where the pool fell short.
     shortages: list[int] = dataclasses.field(default_factory=list)
-    history: UpdateHistory = dataclasses.field(default_factory=UpdateHistory)
+    history: UpdateHistory = dataclasses.field(default_factory=UpdateHistory)  # of the optimizer steps
 
     def save(self, folder: Path, *, keep: int, world: World, score: float | None = None) -> Saving:
         """Begin to write a checkpoint of the finished epochs (collective call). `score` as for `saving.begin`."""
@@ -154,14 +137,12 @@ class RunState:
         self.finished, self.train_seconds, self.before = state["finished"], state["train_seconds"], state["before"]
 
     def match_evaluation(self, now: Mapping[str, str | float], *, own: bool) -> None:
-        """Keep the held-out metrics "before" only where those "after" will be measured alike.
+        """Keep the held-out metrics "before" only where those "after", measured on `now`, will be measured alike.
 
-        Args:
-            now: like `measured_on`, of the evaluations to come.
-            own: the state is of this run; a new run that begins from another's is measured again.
+        A new run that begins from another's state is measured again. Knobs that only one of them names do not count.
 
         Raises:
-            ValueError: own, and they differ; knobs that only one of them names do not count.
+            ValueError: the state is the run's own, and they differ.
         """
         for knob in sorted(self.measured_on.keys() & now.keys()):
             if self.measured_on[knob] == now[knob]:
@@ -178,7 +159,7 @@ class RunState:
             return
 
     def _own(self, path: str, values: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor that was saved under "trained", "moments" or "ema"."""
+        """Return this rank's part of a whole tensor under "trained", "moments" or "ema"."""
         parameters = trained_parameters(self.module)
         kind, _, name = path.partition("/")
         if kind == "trained":
@@ -192,12 +173,9 @@ class RunState:
 
 @torch.no_grad()
 def load_weights(path: Path, module: nn.Module, trained: str) -> None:
-    """Load a checkpoint's weights into a network: the moving average where there is one, as evaluations do.
+    """Load a checkpoint's weights into an unsharded network: the moving average where there is one.
 
-    Args:
-        path: the checkpoint; the data it was trained on is not checked.
-        module: unsharded, as it was built.
-        trained: the mode `model.trained`.
+    The data that it was trained on is not checked; `trained` is the mode `model.trained`.
 
     Raises:
         ValueError: damaged, or of another model or training mode.

@@ -190,12 +190,8 @@ def latest(run_folder: Path) -> dict[str, Any]:
 def next_commands(run_folder: Path, *, finished: int = 0, makes_videos: bool = True) -> list[str]:
     """Return lines with the commands that use, measure and continue a run; [] without a record of its start.
 
-    For a process of the run: whether it has several nodes stands in its environment.
-
-    Args:
-        run_folder: folder of the run.
-        finished: epochs, of a run that began from another's checkpoint its epochs included.
-        makes_videos: whether tools/generate.py can make videos with its model.
+    For a process of the run: whether it has several nodes stands in its environment. `makes_videos` says whether
+    tools/generate.py can make videos with its model, `finished` how many epochs it has, those of a run before included.
     """
     start = _latest(run_folder)
     if start is None:

@@ -13,15 +13,10 @@ class ConfigError(ValueError):
 
 
 class RunStoppedError(ValueError):
-    """Training cannot go on; raised on every rank with the same message. Its kinds say what the checkpoint holds.
+    """Training cannot go on; raised on every rank with the same message. Its kinds say what the checkpoint holds."""
 
-    Attributes:
-        rewind: a resumed run samples the epoch in progress again.
-        save: the epochs that are finished are saved.
-    """
-
-    rewind = True
-    save = True
+    rewind = True  # a resumed run samples the epoch in progress again
+    save = True  # the finished epochs are saved
 
 
 def _starred(word: re.Match[str]) -> str:

@@ -58,11 +58,7 @@ def load_config(spec: str, overrides: Sequence[str] = (), kept: Mapping[str, Any
 
 
 def unchecked(spec: str, overrides: Sequence[str] = (), kept: Mapping[str, Any] | None = None) -> Config:
-    """Return the configuration as `load_config`, whose knobs may not fit one another: what is to follow may mend that.
-
-    Raises:
-        ConfigError: for a knob that is no knob, missing, or out of its own bounds.
-    """
+    """Return the configuration as `load_config`, whose knobs need not fit one another: what follows may mend that."""
     values = _run_recipe(spec).to_dict()
     paths = set(knob_values(values))
     for path in sorted(paths - set(KNOBS)):
@@ -79,13 +75,9 @@ def unchecked(spec: str, overrides: Sequence[str] = (), kept: Mapping[str, Any] 
 
 
 def from_dict(plain: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration that `to_dict` gave, perhaps of an earlier version of this project.
+    """Return the configuration that `to_dict` gave, perhaps of an earlier version; overrides as for `load_config`.
 
-    Knobs that no longer exist are left out, and those that did not exist have their defaults. `overrides` are as those
-    of `load_config`.
-
-    Raises:
-        ConfigError: a value is out of its knob's bounds, or does not fit the others.
+    Knobs that no longer exist are left out, and those that did not exist have their defaults.
     """
     values = to_dict(Config())
     for path, value in knob_values(plain).items():

@@ -20,23 +20,16 @@ OldLogProbs = Literal["rollout", "recompute", "detach"]
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-    """One objective.
+    """One objective."""
 
-    Attributes:
-        implementation: "MODULE:CLASS".
-        replays_steps: it learns from the stochastic steps of the rollout, which trajectories then keep.
-        passes: backward passes over a sample.
-        forwards: calls without gradient beside each of them: reference, old policy, averaged weights.
-        forbids: raises ConfigError for settings that cannot work with it.
-        single_steps: a pass is one of these steps, and its class has the `replay`, `reference_mean` and `step_weight`
-            of `GrpoObjective`: the doctor examines step by step, else only that the loss repeats itself.
-    """
-
-    implementation: str
-    replays_steps: bool
-    passes: Callable[[Config], int]
+    implementation: str  # "MODULE:CLASS"
+    replays_steps: bool  # it learns from the stochastic steps of the rollout, which trajectories then keep
+    passes: Callable[[Config], int]  # backward passes over a sample
+    # Calls without gradient beside each of them: reference, old policy, averaged weights.
     forwards: Callable[[Config], int]
-    forbids: Callable[[Config], None]
+    forbids: Callable[[Config], None]  # raises ConfigError for settings that cannot work with it
+    # A pass is one of the stochastic steps, and its class has the `replay`, `reference_mean` and `step_weight` of
+    # `GrpoObjective`: the doctor examines step by step, else only that the loss repeats itself.
     single_steps: bool = False
 
 

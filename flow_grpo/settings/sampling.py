@@ -26,28 +26,20 @@ ODE = SdeSettings("ode", 0.0)
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """What a rollout depends on besides the model and its conditions.
+    """What a rollout depends on besides the model and its conditions."""
 
-    Attributes:
-        sigmas: (S+1,) fp32 CPU noise levels, from 1 to 0.
-        sde: noise of the stochastic steps.
-        seed: seed of all draws.
-        same_initial_noise: the copies of a group share their initial noise.
-        blocks: windows of consecutive stochastic steps, of which a group has one; none where the ODE is sampled.
-        tails: (S+1, m+1) fp32 CPU noise levels of a short tail of m second-order steps, by the level it starts from;
-            None follows `sigmas` by first-order steps.
-        record: keep the stochastic steps for the update; without, `Trajectory` is empty.
-        calls: calls of the network that every batch makes in its prefix and in its tail, whatever its windows, for a
-            sharded network that all ranks must call equally often; None makes as many as are needed.
-    """
-
-    sigmas: Tensor
-    sde: SdeSettings
-    seed: int
-    same_initial_noise: bool = False
+    sigmas: Tensor  # (S+1,) fp32 CPU noise levels, from 1 to 0
+    sde: SdeSettings  # noise of the stochastic steps
+    seed: int  # of all draws
+    same_initial_noise: bool = False  # the copies of a group share it
+    # Windows of consecutive stochastic steps, of which a group has one; none where the ODE is sampled.
     blocks: tuple[tuple[int, ...], ...] = ()
+    # (S+1, m+1) fp32 CPU noise levels of a short tail of m second-order steps, by the level it starts from; None
+    # follows `sigmas` by first-order steps.
     tails: Tensor | None = None
-    record: bool = True
+    record: bool = True  # keep the stochastic steps for the update; without, `Trajectory` is empty
+    # Calls of the network that every batch makes in its prefix and in its tail, whatever its windows, for a sharded
+    # network that all ranks must call equally often; None makes as many as are needed.
     calls: tuple[int, int] | None = None
 
     def window_of(self, gid: int) -> tuple[int, ...]:

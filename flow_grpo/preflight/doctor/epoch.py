@@ -41,14 +41,9 @@ BF16_KL = 1e-5  # rounding: 2^-9 of the velocity, at gains up to 1.5 a KL of 4e-
 
 
 def examine_epoch(trainer: Trainer, updates_per_epoch: int) -> Iterator[Finding]:
-    """Check an epoch and its updates, and restore the weights; collective call: every rank must call it.
+    """Check an epoch and its updates, and restore the weights.
 
-    Args:
-        trainer: run with one update per epoch.
-        updates_per_epoch: number of updates in the recipe.
-
-    Raises:
-        RuntimeError: on every rank, for anything that ends an epoch.
+    The trainer has one update per epoch, the recipe `updates_per_epoch`.
     """
     updater, train, replaying = trainer.updater, trainer.config.train, replaying_objective(trainer)
     with _restored_afterwards(trainer), logged_gradients(trainer) as gradients:
