@@ -66,10 +66,10 @@ def assemble(config: Config, spec: str, device: torch.device, world: World, ledg
     run_folder, lock = _claim_folder(config, spec, world)
     checkpoint = resume.find(config.resume, run_folder / "checkpoints", world=world)
     given, config = config, _choose_checkpointing(config, device, world)
-    train, policy, rewards, evaluator = load(config, device, world)
+    train, policy, rewards, evaluator = _load(config, device, world)
     share_tokens(policy, context)
     state = distribute(config, policy, train, device, world)
-    from_own = restore(config, checkpoint, state, evaluator, run_folder, world)
+    from_own = _restore(config, checkpoint, state, evaluator, run_folder, world)
     with raise_on_all_ranks(world):
         if world.is_main:
             lock.take()
@@ -123,11 +123,7 @@ def _claim_folder(config: Config, spec: str, world: World) -> tuple[Path, RunLoc
 
 
 def run_name(config: Config, spec: str, world: World) -> str:
-    """Return the configured name, or one made of the recipe's and the time, identical on every rank.
-
-    Raises:
-        ValueError: a run that is to be resumed has no name.
-    """
+    """Return the configured name, or one made of the recipe's and the time, identical on every rank."""
     if config.resume == "auto" and not config.run_name:
         raise ValueError("resume='auto' needs the name of the run to go on with: pass --config.run_name=NAME")
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and not config.run_name:
@@ -144,12 +140,7 @@ def _choose_checkpointing(config: Config, device: torch.device, world: World) ->
     return config
 
 
-def load(config: Config, device: torch.device, world: World) -> tuple[Split, Policy, RewardSet, Evaluator]:
-    """Load training data, model, rewards and the held-out evaluation (collective call).
-
-    Raises:
-        ValueError: on every rank, for an input that is missing or unusable on any.
-    """
+def _load(config: Config, device: torch.device, world: World) -> tuple[Split, Policy, RewardSet, Evaluator]:
     with raise_on_all_ranks(world):
         train, held_out = splits(config, world)
         policy = build_policy(config, device)
@@ -188,11 +179,7 @@ def share_tokens(policy: Policy, context: ContextParallel) -> None:
 
 
 def distribute(config: Config, policy: Policy, train: Split, device: torch.device, world: World) -> RunState:
-    """Distribute the policy's network and its optimizer over the ranks, and return the run's state (collective call).
-
-    Raises:
-        ValueError: on every rank, when ranks hold different models or data, or the network cannot be sharded so.
-    """
+    """Distribute the policy's network and its optimizer over the ranks, and return the run's state."""
     identity = common_identity(policy.module, config.model.trained, train, world)
     policy.module = parallelize(policy.module, config.train.sharding, device, world)
     if config.train.kl_coef > 0:
@@ -215,14 +202,10 @@ def distribute(config: Config, policy: Policy, train: Split, device: torch.devic
     )
 
 
-def restore(
+def _restore(
     config: Config, checkpoint: Path | None, state: RunState, evaluator: Evaluator, run_folder: Path, world: World
 ) -> bool:
-    """Restore the checkpoint, if any, and return whether it is the run's own (collective call).
-
-    Raises:
-        ValueError: on every rank, for a checkpoint that is damaged or of another model, data or way of measuring.
-    """
+    """Restore the checkpoint, if any, and return whether it is the run's own."""
     checkpoints = run_folder / "checkpoints"
     if checkpoint is not None:
         state.restore(checkpoint, world=world)
@@ -243,7 +226,7 @@ def _resumed_from(checkpoint: Path, state: RunState, config: Config, *, own: boo
 def open_tracker(
     config: Config, run_folder: Path, evaluator: Evaluator, world: World, *, resumed_step: int | None
 ) -> Tracker:
-    """Return the run's tracker, which knows the held-out metrics that decide and which way they should go."""
+    """Return the run's tracker, which is told which held-out metrics decide and which way they should go."""
     gold = evaluator.gold is not None
     return Tracker(
         run_folder,

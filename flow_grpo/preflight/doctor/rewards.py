@@ -108,9 +108,7 @@ def preferences(rewards: RewardSet, conditions: Sequence[Condition], config: Rew
 def check_rewards(found: Mapping[str, Preference], by_epoch: Mapping[int, Mapping[str, float]]) -> list[Finding]:
     """Check that every reward can be measured, and that the set prefers the true view to every wrong one.
 
-    Args:
-        found: reward name -> what it prefers.
-        by_epoch: epoch -> reward name -> weight.
+    `found` has what each reward prefers, `by_epoch` epoch -> reward name -> weight.
     """
     first = next(iter(by_epoch.values()))
     weights = {name: max((own[name] for own in by_epoch.values()), key=abs) for name in first}
