@@ -29,7 +29,7 @@ from flow_grpo.models.networks.transformers import load_transformer
 from flow_grpo.reporting.drawing import plots
 from flow_grpo.reporting.metric_names import OUTSIDE_EPOCHS, metric_of
 from flow_grpo.rewards import target_view
-from flow_grpo.run.assemble import assemble, open_tracker
+from flow_grpo.run.assemble import assemble
 from flow_grpo.run.command_line import read_command_line
 from flow_grpo.run.trainer import Trainer
 from flow_grpo.runtime.checkpoints import checkpoint, state_files
@@ -385,11 +385,7 @@ def test_8_ranks_of_the_dapo_twin_resample_and_fall_back(tmp_path):
 
 def test_a_resumed_run_with_dynamic_sampling_equals_the_uninterrupted_one(places, tmp_path, made):
     """Resampling advances the sampler by more than one round; the checkpoint holds its position."""
-    pooled = {
-        "dynamic_sampling__enabled": "true",
-        "reward__weights": "motion_mag=1",
-        "dynamic_sampling__policy": "pad",
-    }
+    pooled = {"dynamic_sampling__enabled": "true", "reward__weights": "motion_mag=1", "dynamic_sampling__policy": "pad"}
     # A floor that about half of the random model's groups pass.
     pooled |= {"reward__flat_eps": 0.045, "train__batch_size": 2, "num_epochs": 3}
     whole = made(**pooled)
@@ -485,26 +481,18 @@ def test_a_run_goes_on_with_its_own_configuration_and_evaluation(places, tmp_pat
     assert json.loads((run / "config.json").read_text()) == now
 
 
-def test_the_curves_are_told_which_way_a_held_out_metric_should_go(places, tmp_path, monkeypatch):
+def test_the_curves_are_told_which_metrics_decide_and_which_way_they_should_go(places, tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title, direction, deciding: drawn.append(direction))
-    config, recipe = read_command_line(words(places, tmp_path))
+    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title, **told: drawn.append(told))
+    scheduled = {"reward__weights": "target_view=0,motion_mag=1", "reward__schedules": "target_view=0:0,1:1"}
+    config, recipe = read_command_line(words(places, tmp_path, **scheduled))
     trainer = assemble(config, recipe, torch.device("cpu"), World())
     trainer.tracker.log({"eval/trans_err_m": 0.5}, 0)
     trainer.tracker.close()
-    assert [drawn[0](f"eval/{name}") for name in ("trans_err_m", "motion_mag", "residual")] == [-1, 1, 0]
-
-
-def test_a_reward_that_a_schedule_trains_decides_nothing_in_the_curves(places, tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, title, direction, deciding: drawn.append(deciding))
-    scheduled = {"reward__weights": "target_view=0,motion_mag=1", "reward__schedules": "target_view=0:0,1:1"}
-    config, _ = read_command_line(words(places, tmp_path, **scheduled))
-    evaluator = mock.Mock(gold=None, names=["target_view", "motion_mag"])
-    tracker = open_tracker(config, tmp_path / "run", evaluator, World(), resumed_step=None)
-    tracker.log({"eval/trans_err_m": 0.5}, 0)
-    tracker.close()
-    assert drawn[0](["eval/target_view", "eval/motion_mag", "eval/trans_err_m"]) == ["eval/trans_err_m"]
+    direction, deciding = drawn[0]["direction"], drawn[0]["deciding"]
+    assert [direction(f"eval/{name}") for name in ("trans_err_m", "motion_mag", "residual")] == [-1, 1, 0]
+    # A reward that a schedule trains decides nothing.
+    assert deciding(["eval/target_view", "eval/motion_mag", "eval/trans_err_m"]) == ["eval/trans_err_m"]
 
 
 def test_a_file_that_may_not_be_read_is_a_refusal_with_its_name():

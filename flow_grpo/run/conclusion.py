@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING
 from flow_grpo.judging.changes import changes_by_camera, with_intervals
 from flow_grpo.judging.evaluate import Evaluation
 from flow_grpo.judging.table import Table, means_by_camera
-from flow_grpo.judging.verdict import (
-    abridged,
-    best_and_worst,
-    deciding,
-    direction,
-    judge,
-    worse_by_camera,
-)
+from flow_grpo.judging.verdict import abridged, best_and_worst, deciding, direction, judge, worse_by_camera
 from flow_grpo.reporting.console import print_before_after
 from flow_grpo.run.starts import next_commands
 from flow_grpo.settings.checks import largest_weights

@@ -79,11 +79,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.clock = RunClock(self.device, self.state)
         self.saver = Saver(
-            self.state,
-            self.run_folder / "checkpoints",
-            self.config.checkpoint.keep,
-            self.world,
-            is_saved=self.from_own,
+            self.state, self.run_folder / "checkpoints", self.config.checkpoint.keep, self.world, is_saved=self.from_own
         )
         self.gallery = Gallery(self.tracker, self.run_folder)
         self.metrics: dict[str, float] = {}

@@ -204,8 +204,7 @@ class RewardConfig(Section):
     """Which rewards, and how they become advantages."""
 
     weights: dict[Text, Weight] = knob(
-        {"target_view": 1.0},
-        "reward, or FILE.py:NAME of an own one -> weight; 0 measures it without training on it",
+        {"target_view": 1.0}, "reward, or FILE.py:NAME of an own one -> weight; 0 measures it without training on it"
     )
     schedules: dict[Text, Schedule] = knob(
         {}, "reward -> (epoch, weight) points that replace its weight: linear in between, constant outside"

@@ -6,13 +6,7 @@ import math
 
 import pytest
 
-from flow_grpo.judging.changes import (
-    LEAST_SCENES,
-    as_metrics,
-    changes_by_camera,
-    paired_changes,
-    with_intervals,
-)
+from flow_grpo.judging.changes import LEAST_SCENES, as_metrics, changes_by_camera, paired_changes, with_intervals
 from flow_grpo.judging.table import Table
 from flow_grpo.maths.bootstrap import Interval, mean_interval
 
@@ -73,10 +67,7 @@ def test_changes_by_camera_are_those_of_its_conditions_alone_where_these_have_an
     assert set(found) == {"cam00", "pan"}  # one scene has no interval
     for kind, camera in (("cam00", 0), ("pan", 1)):
         own = paired(before[camera::2], after[camera::2])["eval/err"]
-        assert found[kind] == {
-            "eval/err": [own.mean, own.low, own.high],
-            "eval/err_valid": [0.0, 0.0, 0.0],
-        }
+        assert found[kind] == {"eval/err": [own.mean, own.low, own.high], "eval/err_valid": [0.0, 0.0, 0.0]}
 
 
 def test_metrics_are_followed_by_the_intervals_there_are():

@@ -84,11 +84,7 @@ def test_a_signal_without_a_weighted_reward_above_its_floor_is_silent_and_names_
     assert (
         found.absent
         and found.without_value == ["b"]
-        and found.metrics()
-        == {
-            "policy/credit_share": 1.0,
-            "policy/spread_over_floor": pytest.approx(0.5),
-        }
+        and found.metrics() == {"policy/credit_share": 1.0, "policy/spread_over_floor": pytest.approx(0.5)}
     )
 
 

@@ -127,15 +127,23 @@ def metrics_of(folder) -> list[dict[str, float]]:
 
 def test_a_run_evaluates_saves_and_records_when_it_should(a_trainer, tmp_path, monkeypatch):
     monkeypatch.setattr(changes, "LEAST_SCENES", 2)
-    assert run(a_trainer()) == [0, 1, 2]
+    with (
+        mock.patch.object(conclusion, "judge", wraps=conclusion.judge) as judged,
+        mock.patch.object(conclusion, "worse_by_camera", wraps=conclusion.worse_by_camera) as listed,
+    ):
+        assert run(a_trainer(log_videos_every=2)) == [0, 1, 2]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "eval/brightness" in row] == [0, 2, 3]
     assert [row["step"] for row in rows if "reward/mean" in row] == [1, 2, 3]
     assert [row["step"] for row in rows if "policy/ratio_after_max_abs_log" in row] == [2]
-    assert [path.name for path in checkpoint.published(tmp_path / "checkpoints")] == [
-        "checkpoint_000002",
-        "checkpoint_000003",
-    ]
+    assert [path.name[-6:] for path in checkpoint.published(tmp_path / "checkpoints")] == ["000002", "000003"]
+    assert len(list((tmp_path / "videos").glob("train_000002_*.mp4"))) == 1
+    row = metrics_of(tmp_path)[0]
+    phases = ("fetch", "encode", "rollout", "score", "gather", "update", "other")
+    assert row["time/epoch_s"] == pytest.approx(sum(row[f"time/{phase}_s"] for phase in phases))
+    assert row["system/samples_per_s"] == pytest.approx(8 / row["time/epoch_s"])
+    assert {"train/learning_rate", "train/zero_std_ratio", "dyn/flat_groups", "reward/brightness_valid"} <= set(row)
+    assert any(name.startswith("system/memory_") for name in row)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert set(summary) == {"verdict", "before", "after", "change_by_camera", "measured_on", "train_seconds"}
     assert summary["verdict"]["overall"] in ("better", "worse", "unclear")
@@ -149,29 +157,10 @@ def test_a_run_evaluates_saves_and_records_when_it_should(a_trainer, tmp_path, m
     assert [row["step"] for row in last] == [2, 3]
     ends = [last[-1][f"eval_change/brightness{end}"] for end in ("", "_low", "_high")]
     assert ends == [pytest.approx(change), low, high]
-
-
-def test_changes_are_judged_beside_the_values_before_training(a_trainer, tmp_path, monkeypatch):
-    monkeypatch.setattr(changes, "LEAST_SCENES", 2)
-    with (
-        mock.patch.object(conclusion, "judge", wraps=conclusion.judge) as judged,
-        mock.patch.object(conclusion, "worse_by_camera", wraps=conclusion.worse_by_camera) as listed,
-    ):
-        run(a_trainer())
-    before = json.loads((tmp_path / "summary.json").read_text())["before"]
-    assert judged.call_args.kwargs["before"]["eval/brightness"] == before["eval/brightness"]
+    # Changes are judged beside the values before training.
+    assert judged.call_args.kwargs["before"]["eval/brightness"] == summary["before"]["eval/brightness"]
     by_camera = listed.call_args.args[-1]
     assert by_camera and all(name.startswith("eval_by_camera/") for name in by_camera)
-
-
-def test_a_reward_that_a_schedule_trains_is_judged_as_a_trained_one(a_trainer):
-    rising = reward_config(weights={"brightness": 0.0}, schedules={"brightness": ((0, 0.25), (2, 0.5))})
-    with (
-        mock.patch.object(conclusion, "judge", wraps=conclusion.judge) as judged,
-        mock.patch.object(conclusion, "deciding", wraps=conclusion.deciding) as decided,
-    ):
-        run(a_trainer(reward=rising))
-    assert judged.call_args.args[2] == decided.call_args.args[2] == {"brightness": 0.5}
 
 
 def test_a_signal_does_not_cut_short_the_wait_for_a_checkpoint_after_an_error(a_trainer):
@@ -306,17 +295,6 @@ def slowed(function, seconds: list[float]):
     return slow
 
 
-def test_the_metrics_of_an_epoch_cover_every_phase(a_trainer, tmp_path):
-    run(a_trainer(num_epochs=1))
-    (row,) = metrics_of(tmp_path)
-    phases = ("fetch", "encode", "rollout", "score", "gather", "update", "other")
-    assert {f"time/{phase}_s" for phase in phases} <= set(row)
-    assert row["time/epoch_s"] == pytest.approx(sum(row[f"time/{phase}_s"] for phase in phases))
-    assert row["system/samples_per_s"] == pytest.approx(8 / row["time/epoch_s"])
-    assert {"train/learning_rate", "train/zero_std_ratio", "dyn/flat_groups", "reward/brightness_valid"} <= set(row)
-    assert any(name.startswith("system/memory_") for name in row)
-
-
 def test_forwards_are_counted_per_sample_and_summed_over_epochs_resumed_runs_included(a_trainer, tmp_path):
     run(a_trainer(num_epochs=2))
     each = 6 + 2 * 3  # denoising steps, and a forward and backward for each of the window's
@@ -347,16 +325,11 @@ def test_the_same_state_is_evaluated_once(a_trainer):
     assert len(trainer.collector.policy.calls) == 2 * per_epoch + replayed + (evaluations + shown) * 6
 
 
-def test_training_videos_are_written_when_asked_for(a_trainer, tmp_path):
-    run(a_trainer(num_epochs=1, log_videos_every=1))
-    assert len(list((tmp_path / "videos").glob("train_000001_*.mp4"))) == 1
-
-
-def test_a_resumed_run_does_not_measure_the_start_again(a_trainer):
-    trainer = a_trainer(num_epochs=0)
-    trainer.state.before = {"eval/brightness": 0.5}
+def test_a_resumed_run_measures_the_start_no_more_and_counts_the_minutes_it_has_used(a_trainer):
+    trainer = a_trainer(max_minutes=1.0)
+    trainer.state.before, trainer.state.train_seconds = {"eval/brightness": 0.5}, 61.0
     trainer.evaluate_before()
-    assert trainer.collector.policy.calls == []
+    assert trainer.collector.policy.calls == [] == list(trainer.epochs())
 
 
 def test_a_run_that_breaks_a_rule_saves_stops_and_says_so_again_when_it_is_resumed(a_trainer, tmp_path):
@@ -398,10 +371,8 @@ def test_a_run_whose_copies_cannot_be_told_apart_does_not_begin(a_trainer):
         trainer.collector.rewards.rewards[0].floor = floor
         with pytest.raises(NoSignalError, match="spread_over_floor") if ends else contextlib.nullcontext():
             trainer.evaluate_before()
-
-
-def test_rewards_without_any_value_are_named_and_not_taken_for_copies_that_are_alike(a_trainer):
-    trainer = a_trainer(eval=dataclasses.replace(a_config().eval, signal_groups=1), doctor="fast", num_epochs=1)
+    trainer = a_trainer(eval=settings, doctor="fast", num_epochs=1)
+    # Rewards without any value are named, and not taken for copies that are alike.
     trainer.collector.rewards.rewards[0].broken = {(index, slot) for index in range(24) for slot in range(4)}
     with pytest.raises(NoSignalError, match=r"^brightness has no value for any copy .* the warnings above say why$"):
         trainer.evaluate_before()
@@ -476,12 +447,6 @@ def test_a_checkpoint_s_score_is_its_best_metric_if_that_has_a_value(a_trainer, 
     assert json.loads(manifest.read_text())["score"] == score
 
 
-def test_the_time_limit_counts_what_earlier_runs_used(a_trainer):
-    trainer = a_trainer(max_minutes=1.0)
-    trainer.state.train_seconds = 61.0
-    assert list(trainer.epochs()) == []
-
-
 def test_averaged_weights_are_evaluated_and_saved(a_trainer, monkeypatch):
     trainer = a_trainer(num_epochs=0)
     inside = []
@@ -511,13 +476,6 @@ def test_samples_without_a_reward_are_printed_and_counted(a_trainer, capsys, tmp
     (row,) = metrics_of(tmp_path)
     assert row["reward/brightness_valid"] == pytest.approx(7 / 8)
     assert row["dyn/incomplete_groups"] == 1
-
-
-def test_a_failing_phase_is_named(a_trainer):
-    trainer = a_trainer()
-    trainer.collector.stream.take = lambda step: 1 / 0
-    with pytest.raises(RuntimeError, match="rank 0 failed in sampling: ZeroDivisionError"):
-        trainer.sample()
 
 
 def everything_flat(**changes) -> dict:
@@ -557,11 +515,21 @@ def test_an_epoch_with_some_signal_still_takes_its_step(a_trainer, tmp_path):
     assert row["train/updates"] == 1.0
 
 
-def test_weights_follow_their_schedule_and_a_resumed_run_has_those_of_the_uninterrupted_one(a_trainer, tmp_path):
+def test_weights_follow_their_schedule_and_a_resumed_run_has_those_of_the_uninterrupted_one(
+    a_trainer, tmp_path, monkeypatch
+):
     fading = reward_config(weights={"brightness": 9.0}, schedules={"brightness": ((0, 1.0), (2, 0.5))})
-    run(a_trainer(reward=fading))
+    trainer, shown = a_trainer(reward=fading, log_videos_every=1), []
+    monkeypatch.setattr(trainer.gallery, "training", lambda *_, weights, **__: shown.append(weights["brightness"]))
+    with (
+        mock.patch.object(conclusion, "judge", wraps=conclusion.judge) as judged,
+        mock.patch.object(conclusion, "deciding", wraps=conclusion.deciding) as decided,
+    ):
+        run(trainer)
+    assert judged.call_args.args[2] == decided.call_args.args[2] == {"brightness": 1.0}  # the largest of any epoch
     rows = metrics_of(tmp_path)
-    assert [row["reward/brightness_weight"] for row in rows] == [1.0, 0.75, 0.5]
+    # Copies of a group are shown in the order of the epoch's own weights.
+    assert [row["reward/brightness_weight"] for row in rows] == shown == [1.0, 0.75, 0.5]
     assert [row["reward/mean"] / row["reward/brightness_mean"] for row in rows] == pytest.approx([1.0, 0.75, 0.5])
     sizes = [row["reward/advantage_abs"] for row in rows]
     resumed = a_trainer(reward=fading)
@@ -571,22 +539,6 @@ def test_weights_follow_their_schedule_and_a_resumed_run_has_those_of_the_uninte
         resumed.train_epoch(epoch)
     assert resumed.metrics["reward/brightness_weight"] == 0.5
     assert resumed.metrics["reward/advantage_abs"] == sizes[2]
-
-
-def test_copies_of_a_group_are_shown_in_the_order_of_the_epoch_s_own_weights(a_trainer, monkeypatch):
-    fading = reward_config(schedules={"brightness": ((0, 1.0), (2, 0.5))})
-    trainer, shown = a_trainer(num_epochs=2, reward=fading, log_videos_every=1), []
-    monkeypatch.setattr(trainer.gallery, "training", lambda *_, weights, **__: shown.append(weights["brightness"]))
-    run(trainer)
-    assert shown == [row["reward/brightness_weight"] for row in metrics_of(trainer.run_folder)] == [1.0, 0.75]
-
-
-def test_dynamic_sampling_judges_by_the_weights_of_the_epoch(a_trainer, tmp_path):
-    rising = reward_config(schedules={"brightness": ((0, 1.0), (2, 3.0))})
-    run(a_trainer(reward=rising, dynamic_sampling=DYNAMIC))
-    rows = metrics_of(tmp_path)
-    found = [row["dyn/reward_mean_before"] / row["reward/brightness_mean"] for row in rows]
-    assert found == pytest.approx([1.0, 2.0, 3.0])
 
 
 def test_rewards_are_recorded_by_camera_and_servers_by_epoch(a_trainer, tmp_path):
@@ -620,9 +572,13 @@ def test_rewards_are_recorded_by_camera_and_servers_by_epoch(a_trainer, tmp_path
     assert not [name for name in summary["before"] if name.startswith("eval_by_camera")]
 
 
-def test_every_metric_of_dynamic_sampling_is_recorded(a_trainer, tmp_path):
-    run(a_trainer(num_epochs=1, dynamic_sampling=DYNAMIC))
-    (row,) = metrics_of(tmp_path)
+def test_every_metric_of_dynamic_sampling_is_recorded_which_judges_by_the_weights_of_the_epoch(a_trainer, tmp_path):
+    rising = reward_config(schedules={"brightness": ((0, 1.0), (2, 3.0))})
+    run(a_trainer(reward=rising, dynamic_sampling=DYNAMIC))
+    rows = metrics_of(tmp_path)
+    found = [row["dyn/reward_mean_before"] / row["reward/brightness_mean"] for row in rows]
+    assert found == pytest.approx([1.0, 2.0, 3.0])
+    row = rows[0]
     names = (
         "valid_groups_ratio_initial flat_groups incomplete_groups resample_rounds pool_samples shortage fallback "
         "fallback_rate discarded_valid padded_samples moved_samples moved_bytes time reward_mean_before "
@@ -643,13 +599,15 @@ def test_a_full_first_round_trains_as_without_dynamic_sampling(a_trainer, tmp_pa
     assert not torch.equal(weights_of(plain.updater.policy), weights_of(ToyPolicy()))
 
 
-def test_a_failing_resample_is_named(a_trainer):
+def test_a_failing_phase_is_named(a_trainer):
     trainer = a_trainer(**everything_flat())
     samples = trainer.sample()
     gathered = trainer.gather(samples)
     trainer.collector.stream.take = lambda step: 1 / 0
     with pytest.raises(RuntimeError, match="rank 0 failed in resample #1: ZeroDivisionError"):
         trainer.choose(samples, gathered)
+    with pytest.raises(RuntimeError, match="rank 0 failed in sampling: ZeroDivisionError"):
+        trainer.sample()
 
 
 def test_rewards_that_fail_in_a_resample_are_printed_too(a_trainer, capsys):

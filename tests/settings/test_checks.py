@@ -89,10 +89,7 @@ def load(settings: str) -> Config:
             "reward.schedules=target_view=0:1,5:0,source_match=5:0,9:1",
             ["reward.schedules: got", "epoch 5 ({'source_match': 0.0, 'target_view': 0.0})", "overlap"],
         ),
-        (
-            "reward.weights.source_match=0 reward.schedules.target_view=7:0,9:1",
-            ["reward.schedules: got", "in epoch 0"],
-        ),
+        ("reward.weights.source_match=0 reward.schedules.target_view=7:0,9:1", ["reward.schedules: got", "in epoch 0"]),
         ("reward.gates.target_view=pose_rot:0", ["gates.target_view: got 'pose_rot'", "measured", "pose_rot=0 to"]),
         ("reward.gates.pose_rot=source_match:0.5", ["reward.gates: got 'pose_rot'", "weights.pose_rot=0 to meas"]),
         (
