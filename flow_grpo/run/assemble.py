@@ -79,7 +79,7 @@ def assemble(config: Config, spec: str, device: torch.device, world: World, ledg
                 run_folder, given, spec, checkpoint, epoch=done, ranks=count, device=place, served=served
             )
             print("\n".join(said), end="\n" if said else "", flush=True)
-        tracker = open_tracker(
+        tracker = _open_tracker(
             config, run_folder, evaluator, world, resumed_step=None if checkpoint is None else state.finished
         )
     seconds = 60 * config.max_minutes - state.train_seconds if config.max_minutes else math.inf
@@ -223,10 +223,10 @@ def _resumed_from(checkpoint: Path, state: RunState, config: Config, *, own: boo
     return f"{said}, and the held-out metrics before training"
 
 
-def open_tracker(
+def _open_tracker(
     config: Config, run_folder: Path, evaluator: Evaluator, world: World, *, resumed_step: int | None
 ) -> Tracker:
-    """Return the run's tracker, which is told which held-out metrics decide and which way they should go."""
+    # Curves are told which held-out metrics decide and which way they should go.
     gold = evaluator.gold is not None
     return Tracker(
         run_folder,

@@ -107,18 +107,15 @@ def test_means_leave_out_what_has_no_value_and_count_it():
     assert found.metrics["eval/brightness_percent"] == pytest.approx(100 * found.metrics["eval/brightness"])
 
 
-def test_presets_have_their_own_rows():
-    found = evaluator(number=12).run()
-    assert [(row["preset"], row["count"]) for row in found.presets] == [("pan_right", 4), ("zoom_in", 4)]
-    assert found.presets[0]["trans_err_m"] == pytest.approx((0 + 3 + 6 + 9) / 4)
-    assert found.presets[1]["trans_err_m"] == pytest.approx((1 + 7 + 10) / 3)
-
-
-def test_kinds_of_camera_have_their_own_means_and_shares():
-    found = means_by_camera(evaluator(number=12).run().table)
+def test_presets_and_kinds_of_camera_have_their_own_means_and_shares():
+    evaluation = evaluator(number=12).run()
+    assert [(row["preset"], row["count"]) for row in evaluation.presets] == [("pan_right", 4), ("zoom_in", 4)]
+    found = means_by_camera(evaluation.table)
     assert {name.split("/")[1] for name in found} == {"pan_right", "zoom_in", "cam02"}
     assert found["eval_by_camera/pan_right/trans_err_m"] == pytest.approx((0 + 3 + 6 + 9) / 4)
     assert found["eval_by_camera/zoom_in/trans_err_m"] == pytest.approx((1 + 7 + 10) / 3)
+    means = [row["trans_err_m"] for row in evaluation.presets]
+    assert means == [found[f"eval_by_camera/{preset}/trans_err_m"] for preset in ("pan_right", "zoom_in")]
     assert found["eval_by_camera/zoom_in/trans_err_m_valid"] == pytest.approx(3 / 4)
     assert found["eval_by_camera/cam02/trans_err_m"] == pytest.approx((2 + 5 + 8 + 11) / 4)
     assert found["eval_by_camera/cam02/brightness_valid"] == pytest.approx(3 / 4)
@@ -162,20 +159,15 @@ def test_the_floor_is_the_gold_estimator_on_what_the_codec_keeps_of_the_true_vid
     assert made.policy.calls == []
 
 
-def test_there_is_no_floor_without_true_videos_or_without_a_gold_estimator():
-    made = evaluator(number=12)
-    whole = made.dataset.condition
-    made.dataset.condition = lambda index: dataclasses.replace(whole(index), target_video=None)
-    assert made.floor() == {}
-    made.dataset.condition, made.gold = whole, None
-    assert made.floor() == {}
-
-
 def test_conditions_without_a_true_video_are_left_out_of_the_floor():
     made = evaluator(number=12)
     whole = made.dataset.condition
     made.dataset.condition = lambda i: whole(i) if i in (1, 7) else dataclasses.replace(whole(i), target_video=None)
     assert made.floor()["eval_floor/trans_err_m"] == pytest.approx(4.0)
+    made.dataset.condition = lambda index: dataclasses.replace(whole(index), target_video=None)
+    assert made.floor() == {}
+    made.dataset.condition, made.gold = whole, None
+    assert made.floor() == {}
 
 
 def _evaluate(world: World, share: int = 1) -> tuple[tuple[dict, dict], tuple, int]:

@@ -40,19 +40,16 @@ def test_weights_moments_and_average_are_restored(trainer):
     module, optimizer = trainer.updater.policy.module, trainer.updater.optimizer
     weights = {name: value.clone() for name, value in module.state_dict().items()}
     average = trainer.state.ema.state_dict()
-    found = by_name(trainer)
+    with mock.patch.object(Updater, "run", autospec=True, side_effect=Updater.run) as updates:
+        found = by_name(trainer)
+    # The second update is not clipped by how far the first one moved.
+    assert [call.args[0].objective.train.old_log_prob for call in updates.call_args_list] == ["auto", "detach"]
     assert [said for said in found.values() if said.startswith("fail")] == []
     assert "gradient norms of two updates" in found["update"]
     assert all(torch.equal(weights[name], value) for name, value in module.state_dict().items())
     assert optimizer.state_dict()["state"] == {}
     assert all(torch.equal(average[name], value) for name, value in trainer.state.ema.state_dict().items())
     assert all(parameter.grad is None for parameter in module.parameters())
-
-
-def test_the_second_update_is_not_clipped_by_how_far_the_first_one_moved(trainer):
-    with mock.patch.object(Updater, "run", autospec=True, side_effect=Updater.run) as updates:
-        by_name(trainer)
-    assert [call.args[0].objective.train.old_log_prob for call in updates.call_args_list] == ["auto", "detach"]
 
 
 def test_no_call_with_gradients_has_more_rows_than_an_update_s(places, tmp_path):
@@ -108,12 +105,8 @@ def _not_finite(update: int):
         def broken(self, *given):
             made = loss(self, *given)
             calls.append(1)
-            bad = len(calls) > 2 * update
-            return (
-                made._replace(terms=dataclasses.replace(made.terms, ratio=made.terms.ratio * torch.nan))
-                if bad
-                else made
-            )
+            ratio = made.terms.ratio * (torch.nan if len(calls) > 2 * update else 1)
+            return made._replace(terms=dataclasses.replace(made.terms, ratio=ratio))
 
         return mock.patch.object(GrpoObjective, "loss", broken)
 

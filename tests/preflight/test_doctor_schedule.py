@@ -17,9 +17,6 @@ from tests.doctor_cases import status
 SIGMAS = flow_sigmas(10, 3.0)
 
 
-# --- the table of steps
-
-
 @pytest.mark.parametrize(
     ("step", "kind", "level", "std", "gain", "excess"),
     [
@@ -57,16 +54,7 @@ def test_a_step_counts_in_the_gradient_by_its_gain_times_its_weight(guard):
 def test_a_sound_schedule_passes_and_prints_a_row_per_step():
     found = checks.check_steps(SIGMAS, [1, 2, 3], SdeSettings("flow", 0.7), torch.full((10,), 2.0))
     assert found.status == "ok" and "gain: |d mean / d velocity| / std" in found.measured
-    assert found.measured.splitlines()[-3].split() == [
-        "1",
-        "0.9643",
-        "0.0412",
-        "0.738",
-        "0.640",
-        "+6%",
-        "0.069",
-        "2.00",
-    ]
+    assert " ".join(found.measured.splitlines()[-3].split()) == "1 0.9643 0.0412 0.738 0.640 +6% 0.069 2.00"
 
 
 NEAR_ONE = torch.cat([torch.tensor([0.9999990, 0.9999985]), SIGMAS[1:]])
@@ -88,9 +76,6 @@ def test_steps_with_too_much_or_too_little_noise_come_with_the_knob_to_turn(sigm
     assert status(found) == wanted and way_out in found.way_out
 
 
-# --- which steps
-
-
 @pytest.mark.parametrize(
     ("windows", "allowed", "failing"),
     [
@@ -104,9 +89,6 @@ def test_stochastic_steps_must_be_allowed_and_exclude_the_last(windows, allowed,
     found = checks.check_window(windows, allowed, 10)
     assert {each.name for each in found} == {"window", "last_step"}
     assert {each.name for each in found if status(each) == "fail"} == failing
-
-
-# --- where a step without noise leads
 
 
 @pytest.mark.parametrize(

@@ -220,11 +220,6 @@ def test_rewards_of_a_run_are_named_with_those_that_are_not_the_recipe_s():
     assert replaced == "rewards and their weights: exposure 1 (not in the recipe)"
 
 
-def test_the_commands_that_follow_a_run_name_its_report(tmp_path):
-    run = started(tmp_path)
-    assert f"  see what it did:      python tools/report.py {run}" in starts.next_commands(run)
-
-
 def test_rewards_are_compared_with_a_recipe_that_the_command_line_completes(tmp_path):
     spec = to_complete(tmp_path, "reward.weights.source_match = config.reward.weights.target_view", 0.0)
     said = starts.rewards_in_words(spec, load_config(spec, ["--config.reward.weights.target_view=1"]))
