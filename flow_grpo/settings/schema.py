@@ -39,6 +39,7 @@ from flow_grpo.settings.values import (
 )
 
 LONGEST = 10**7  # seconds that a process can be told to wait: four months
+SIDE = {"ge": 8, "le": MOST_PIXELS, "multiple_of": SIZE_UNIT}  # of a video
 
 
 def knob(default: Any, meaning: str, **bounds: Any) -> Any:
@@ -76,21 +77,15 @@ class DataConfig(Section):
         ge=0,
     )
     num_frames: Frames = knob(81, "frames of a video, 4n+1", ge=5, le=MOST_FRAMES)
-    height: Int = knob(
-        480, "height in pixels after resizing and centre cropping", ge=8, le=MOST_PIXELS, multiple_of=SIZE_UNIT
-    )
-    width: Int = knob(
-        832, "width in pixels after resizing and centre cropping", ge=8, le=MOST_PIXELS, multiple_of=SIZE_UNIT
-    )
+    height: Int = knob(480, "height in pixels after resizing and centre cropping", **SIDE)
+    width: Int = knob(832, "width in pixels after resizing and centre cropping", **SIDE)
     buckets: tuple[Bucket, ...] = knob(
         (),
         "several video sizes FRAMESxHEIGHTxWIDTH instead of the one above: a scene gets the longest that its first "
         "video fills, among those the closest aspect ratio",
     )
     prompt: Text = knob("a scene filmed by a moving camera", "caption of videos that no metadata.csv gives one")
-    reference: Literal["source", "target"] = knob(
-        "source", "video whose first camera is the origin of the camera poses"
-    )
+    reference: Literal["source", "target"] = knob("source", "video whose first camera is the origin of all poses")
     exclude: Place = knob("", "verdicts file of tools/check_sources.py: scenes whose poses cannot be measured; '' none")
     num_workers: Int = knob(2, "data loader processes per rank; they touch CPU tensors only", ge=0, le=1024)
 
@@ -100,7 +95,7 @@ class ModelConfig(Section):
     """Which policy, and which of its weights are trained."""
 
     kind: Text = knob(
-        "recam", "video model: a name in VIDEO_MODELS of flow_grpo/models/registry.py, or FILE.py:NAME", min_length=1
+        "recam", "video model: a name in models/registry.py's VIDEO_MODELS, or FILE.py:NAME", min_length=1
     )
     path: Place = knob("models/recammaster-wan2.1-1.3b", "model folder in diffusers layout", min_length=1)
     dtype: Literal["fp32", "bf16"] = knob("bf16", "of frozen weights and autocast; trained weights stay fp32")
@@ -113,17 +108,13 @@ class ModelConfig(Section):
         r"blocks\.\d+\.attn1\.(to_q|to_k|to_v|to_out\.0)",
         "regular expression that matches the whole names of the modules to adapt; the default is self-attention",
     )
-    lora_full_modules: tuple[Text, ...] = knob(
-        ("cam_encoder",), "last names of modules that are trained in full in addition to the adapters"
-    )
+    lora_full_modules: tuple[Text, ...] = knob(("cam_encoder",), "last names of further modules, trained in full")
     checkpointing: Literal["none", "blocks", "keep_attention", "auto"] = knob(
         "blocks",
         "what the backward pass recomputes, for less memory: nothing | every block | every block without its "
         "attention, for long videos | what the planner finds fastest of these that fits the device",
     )
-    round_timestep: Bool = knob(
-        False, "round the timestep to bf16, by up to 2 of 1000, as ReCamMaster's own code does in training and sampling"
-    )
+    round_timestep: Bool = knob(False, "round timesteps to bf16, by up to 2 of 1000, as ReCamMaster's code always does")
     max_prompt_tokens: Int = knob(512, "tokens at which a prompt is truncated", ge=1, le=MOST)
     encodings: Place = knob("", "folder that caches encoded prompts and source videos across runs; '' in memory only")
     vae_tiling: Bool = knob(False, "encode and decode in overlapping tiles: less memory, slightly different pixels")
@@ -140,9 +131,7 @@ class ModelConfig(Section):
     )
     offload: Bool = knob(False, "keep codec, text encoder and reference weights in CPU memory while they are unused")
     attention_backend: Text = knob("native", "attention kernel by its name in diffusers, in rollout and update")
-    compile: Bool = knob(
-        False, "torch.compile the repeated blocks where the device can; in bf16 needs train.old_log_prob='detach'"
-    )
+    compile: Bool = knob(False, "torch.compile the blocks where possible; in bf16 needs train.old_log_prob='detach'")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,16 +144,12 @@ class SampleConfig(Section):
     train_batch_size: Int = knob(2, "samples per rank and batch; W times this must be a multiple of k", ge=1, le=MOST)
     num_batches_per_epoch: Int = knob(2, "batches per rank and epoch", ge=1, le=MOST)
     num_steps: Int = knob(16, "S, denoising steps of a rollout", ge=2, le=1000)  # the model's time has 1000 ticks
-    shift: Float = knob(
-        5.0, "time shift of the noise schedule; ReCamMaster was trained and is sampled with 5", gt=0, le=MOST
-    )
+    shift: Float = knob(5.0, "time shift of the schedule; ReCamMaster was trained and is sampled with 5", gt=0, le=MOST)
     sde: Literal["flow", "constant", "linear", "cps", "ode"] = knob(
         "constant", "noise form of a stochastic step (maths/sde); ode has none, for train.objective='forward'"
     )
     noise_level: Float = knob(0.3, "strength of that noise, in the unit of sde", gt=0)
-    max_step_std: Float | None = knob(
-        None, "upper bound of one step's standard deviation; none for no bound", gt=0, le=MOST
-    )
+    max_step_std: Float | None = knob(None, "bound on a step's standard deviation; none for no bound", gt=0, le=MOST)
     sde_steps: Steps = knob((1, 2, 3, 4, 5, 6), "denoising steps out of 0..S-2 that may be stochastic")
     sde_window: Int = knob(
         2,
@@ -172,25 +157,18 @@ class SampleConfig(Section):
         "into, drawn per group; 0 takes all",
         ge=0,
     )
-    tail_steps: Int = knob(
-        0,
-        "second-order steps from a sample's last stochastic step to clean latents; 0 follows the schedule",
-        ge=0,
-        le=1000,
-    )
+    tail_steps: Int = knob(0, "second-order steps after the last stochastic one; 0 follows the schedule", ge=0, le=1000)
     guidance_scale: Float = knob(
-        1.0, "classifier-free guidance on the prompt, in rollout and update; 1 makes no second call", ge=1, le=MOST
+        1.0, "classifier-free guidance of rollout and update; at 1 no second call", ge=1, le=MOST
     )
     negative_prompt: Text = knob("", "prompt that guidance leads away from")
     layout: Literal["spread", "shuffled", "contiguous"] = knob(
         "spread", "placement of a group's copies: on different ranks | random | all on one rank"
     )
-    offload: Bool = knob(
-        False, "keep the trajectory in CPU memory until the update; dynamic sampling and train.copies always do"
-    )
+    offload: Bool = knob(False, "keep trajectories in CPU memory; dynamic sampling and train.copies always do")
     same_initial_noise: Bool = knob(False, "the copies of a group share their initial noise; step noise differs")
     share_prefix: Bool = knob(
-        False, "compute the steps before a group's window once for all copies, which share their initial noise"
+        False, "compute steps before a group's window once for its copies; needs same_initial_noise"
     )
 
     @property
@@ -219,9 +197,7 @@ class RewardConfig(Section):
         "NAME -> http://HOST:PORT of a server that scores the reward remote:NAME; its token comes from the environment "
         "variable FLOW_GRPO_REWARD_TOKEN",
     )
-    remote_timeout: Float = knob(
-        120.0, "seconds a server has for one attempt: twice the slowest request", gt=0, le=86400
-    )
+    remote_timeout: Float = knob(120.0, "seconds a server has for one try: twice the slowest request", gt=0, le=86400)
     most_faults: Float = knob(
         0.1,
         "share of an epoch's samples that a weighted reward may fail on (exception, timeout) before the run saves and "
@@ -229,9 +205,7 @@ class RewardConfig(Section):
         ge=0,
         le=1,
     )
-    overlap: Bool = knob(
-        True, "score a batch, on a CPU decode it too, while the next one is sampled; the numbers are the same"
-    )
+    overlap: Bool = knob(True, "score a batch, on a CPU decode it too, while the next is sampled; same numbers")
     adv_norm: Literal["group", "batch", "batch_centered", "max_group", "none"] = knob(
         "group",
         "standard deviation that divides an advantage: of its group | of all rewards | of all rewards minus their "
@@ -240,7 +214,7 @@ class RewardConfig(Section):
     adv_eps: Float = knob(1e-4, "added to that standard deviation, in reward units", gt=0, le=MOST)
     adv_ddof: Int = knob(0, "degrees of freedom subtracted in that standard deviation", ge=0, le=1)
     flat_eps: Float = knob(
-        1e-4, "reward units; a group whose rewards differ by no more is flat: its advantages are 0", ge=0, le=MOST
+        1e-4, "reward units; groups with rewards no further apart are flat: advantages 0", ge=0, le=MOST
     )
 
 
@@ -257,7 +231,7 @@ class DynamicSamplingConfig(Section):
     )
     metric: Text = knob("", "the one reward that decides which groups are flat; '' asks all that have a weight")
     skip_step_if_all_flat: Bool = knob(
-        False, "take no optimizer step when no group of the epoch carries a signal; holds without `enabled`, too"
+        False, "no optimizer step in an epoch without a signal, with or without `enabled`"
     )
 
 
@@ -270,24 +244,15 @@ class TrainConfig(Section):
         "what an update minimises: grpo, clipped ratios of stochastic steps; forward, advantage-weighted flow matching",
     )
     forward_levels: Int = knob(2, "noise levels at which objective 'forward' trains a sample", ge=1, le=MOST)
-    forward_range: Float = knob(
-        0.3, "share of the schedule, from noise on, that objective 'forward' draws noise levels from", gt=0, le=1
-    )
+    forward_range: Float = knob(0.3, "first share of the schedule that 'forward' draws noise levels from", gt=0, le=1)
     trust_coef: Float = knob(
         0.1, "in objective 'forward', weight of the squared distance to the averaged weights' velocity", ge=0, le=MOST
     )
-    batch_size: Int = knob(
-        2, "samples per rank and micro-batch of the update; gradients are accumulated", ge=1, le=MOST
-    )
+    batch_size: Int = knob(2, "samples per rank and micro-batch of the update; gradients accumulate", ge=1, le=MOST)
     sharding: Literal["ddp", "fsdp2"] = knob("ddp", "replicated | FSDP2: weights, gradients and moments sharded")
-    context_parallel: Int = knob(
-        1,
-        "consecutive ranks that compute one sample together, each on a part of its tokens (sequence parallelism)",
-        ge=1,
-        le=1024,
-    )
+    context_parallel: Int = knob(1, "ranks in a row that share a sample's tokens (sequence parallelism)", ge=1, le=1024)
     copies: Int = knob(
-        0, "copies of a group that are trained: the best and the worst, half as many each; 0 all", ge=0, multiple_of=2
+        0, "trained copies of a group: its best and worst, half as many each; 0 all", ge=0, multiple_of=2
     )
     updates_per_epoch: Int = knob(1, "optimizer steps per epoch", ge=1)
     learning_rate: Float = knob(1e-4, "of AdamW, constant after the warm-up", gt=0, le=MOST)
@@ -310,11 +275,9 @@ class TrainConfig(Section):
         "stops; '' never",
     )
     clip_range: Float = knob(
-        1e-3, "clip range of the ratio around 1; the ratio is a mean over latent elements, hence small", gt=0, lt=1
+        1e-3, "clip range of the ratio around 1; small, as that is a mean over elements", gt=0, lt=1
     )
-    adv_clip: Float = knob(
-        5.0, "largest absolute advantage; a group beyond it is scaled down as a whole", gt=0, le=MOST
-    )
+    adv_clip: Float = knob(5.0, "largest absolute advantage; a group beyond it is scaled down as one", gt=0, le=MOST)
     kl_coef: Float = knob(0.0, "weight of the KL to the initial policy; 0 makes no reference call", ge=0, le=MOST)
     step_weight: Literal["none", "inverse_gain"] = knob("none", "weight of a step's loss: 1 | std / kappa (maths/sde)")
     guard: Bool = knob(False, "GRPO-Guard: ratio without bias, steps weighted by 1 / their length in sigma")
@@ -337,14 +300,10 @@ class EvalConfig(Section):
     num_conditions: Int = knob(10, "over all ranks; MultiCamVideo's own held-out scene has 10", ge=1)
     batch_size: Int = knob(2, "samples per rank and call", ge=1, le=MOST)
     num_steps: Int = knob(50, "denoising steps", ge=1, le=1000)
-    guidance_scale: Float | None = knob(
-        None, "classifier-free guidance of the evaluation; none takes sample.guidance_scale", ge=1, le=MOST
-    )
+    guidance_scale: Float | None = knob(None, "evaluation's guidance; none takes sample.guidance_scale", ge=1, le=MOST)
     negative_prompt: Text | None = knob(None, "its negative prompt; none takes sample.negative_prompt")
     gold: Literal["", "room_pose"] = knob("", "camera estimator that no reward uses; room_pose: tiny world only")
-    signal_groups: Int = knob(
-        1, "groups per rank that every evaluation samples to measure policy/credit_share; 0 none", ge=0
-    )
+    signal_groups: Int = knob(1, "groups per rank that an evaluation samples for policy/credit_share; 0 none", ge=0)
     videos: Int = knob(4, "videos written per evaluation, at most as many as rank 0 samples", ge=0)
 
 
@@ -366,23 +325,13 @@ class DistributedConfig(Section):
     """How long ranks wait for each other, in seconds; see docs/overnight.md."""
 
     control_s: Float = knob(3600.0, "seconds for a collective between CPUs: at least 1.5 silent_s", ge=1, le=LONGEST)
-    device_s: Float = knob(
-        7200.0, "seconds for one between devices: above the vendor library's own timeout", ge=1, le=LONGEST
-    )
+    device_s: Float = knob(7200.0, "seconds for one between devices: above the vendor library's", ge=1, le=LONGEST)
     collective_s: Float = knob(
-        0.0,
-        "seconds the vendor library allows a collective (NPU: HCCL_EXEC_TIMEOUT); 0 its own, about 1800",
-        ge=0,
-        le=LONGEST,
+        0.0, "seconds the vendor library allows one (NPU: HCCL_EXEC_TIMEOUT); 0 its own, about 1800", ge=0, le=LONGEST
     )
-    dead_s: Float = knob(
-        60.0, "seconds without heartbeat before a rank counts as dead and all end; 0 never", ge=0, le=LONGEST
-    )
+    dead_s: Float = knob(60.0, "seconds without heartbeat until a rank is dead and all end; 0 never", ge=0, le=LONGEST)
     silent_s: Float = knob(
-        1800.0,
-        "seconds without progress before a rank counts as hanging: more than one call of the network",
-        ge=1,
-        le=LONGEST,
+        1800.0, "seconds without progress before a rank hangs: more than one call of the network", ge=1, le=LONGEST
     )
 
 
@@ -397,15 +346,11 @@ class Config(Section):
     deterministic: Bool = knob(False, "use bitwise reproducible kernels, at some cost in speed")
     num_threads: Int = knob(0, "CPU threads per rank; 0 leaves torch's choice", ge=0, le=1024)
     device_tflops: Float = knob(
-        0.0,
-        "rate of a device's matrix products that the metric system/mfu is a share of, in 1e12 operations a second; 0 "
-        "measures it once",
-        ge=0,
-        le=MOST,
+        0.0, "1e12 operations a second of a device's matrix products, for system/mfu; 0 measures it", ge=0, le=MOST
     )
     num_epochs: Int = knob(200, "epochs, each one round of sampling and its updates; 0 only evaluates", ge=0)
     max_minutes: Float = knob(
-        0.0, "minutes of training after which the run ends as if complete; 0 no limit", ge=0, le=LONGEST
+        0.0, "minutes of training after which a run ends as if complete; 0 none", ge=0, le=LONGEST
     )
     debug: Bool = knob(False, "print the group structure of every epoch")
     resume: Place = knob("", "'' starts afresh | auto: the run folder's newest checkpoint | a checkpoint folder")
