@@ -128,19 +128,12 @@ def shapes(view: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Run:
-    """What is left of a run.
+    """What is left of a run."""
 
-    Attributes:
-        lines: of standard output.
-        folder: where its files are.
-        ranks: what every rank saw.
-        given: the overrides.
-    """
-
-    lines: list[str]
-    folder: Path
-    ranks: list[dict[str, Any]]
-    given: dict[str, str]
+    lines: list[str]  # of standard output
+    folder: Path  # of its files
+    ranks: list[dict[str, Any]]  # what every rank saw
+    given: dict[str, str]  # overrides
 
 
 @pytest.fixture(scope="module")
@@ -235,24 +228,16 @@ def left_by(said: str, folder: Path, given: dict[str, str]) -> Run:
 class Expected:
     """The shapes at this size, from the recipe alone; letters as in the requirements."""
 
+    recipe = my_recam_8npu()
     W: int = WORLD_SIZE
-    B: int = my_recam_8npu().sample.train_batch_size
-    k: int = my_recam_8npu().sample.k
-    nb: int = my_recam_8npu().sample.num_batches_per_epoch
-    S: int = my_recam_8npu().sample.num_steps
-    K: int = my_recam_8npu().sample.sde_window
-    L: int = my_recam_8npu().model.max_prompt_tokens
-    micro: int = my_recam_8npu().train.batch_size
-
-    @property
-    def local(self) -> int:
-        """Samples of a rank and epoch."""
-        return self.nb * self.B
-
-    @property
-    def latent(self) -> list[int]:
-        """C, F, H, W."""
-        return [CHANNELS, (FRAMES - 1) // TEMPORAL + 1, HEIGHT // SPATIAL, WIDTH // SPATIAL]
+    B: int = recipe.sample.train_batch_size
+    k: int = recipe.sample.k
+    nb: int = recipe.sample.num_batches_per_epoch
+    K: int = recipe.sample.sde_window
+    L: int = recipe.model.max_prompt_tokens
+    micro: int = recipe.train.batch_size
+    local: int = nb * B  # samples of a rank and epoch
+    latent: tuple[int, ...] = (CHANNELS, (FRAMES - 1) // TEMPORAL + 1, HEIGHT // SPATIAL, WIDTH // SPATIAL)
 
 
 E = Expected()
@@ -293,21 +278,8 @@ def test_the_tracker_of_the_recipe_goes_offline_by_itself(run):
 
 
 def test_rank_0_prints_the_group_structure_with_the_recipe_s_shapes(run):
-    words = (
-        "[Batch ",
-        "合并后",
-        "  latents",
-        "  log_probs",
-        "  target_cameras",
-        "  总样本数",
-        "  期望的",
-        "  k (",
-        "Gather",
-        "k (",
-        "期望的",
-        "每个",
-    )
-    lines = [line for line in run.lines if line.startswith(words)]
+    words = ("[Batch ", "合并后", "  latents", "  log_probs", "  target_cameras", "  总样本数", "  期望的", "  k (")
+    lines = [line for line in run.lines if line.startswith((*words, "Gather", "k (", "期望的", "每个"))]
     prompts = [re.fullmatch(r"\[Batch (\d)\] Prompts \(前30字符\): \['(.+)', '(.+)'\]", line) for line in lines[: E.nb]]
     assert [match and int(match[1]) for match in prompts] == list(range(E.nb))
     assert lines[E.nb :] == [

@@ -111,31 +111,15 @@ def report(config: Config, devices: int, rate: float, limit: float) -> tuple[str
     Of each of the devices, `rate` is the operations a second that it sustains, `limit` its GiB.
     """
     plan = make_plan(config, devices, rate)
-    fits = plan.most_gib <= limit
-    lines = [*_costs(plan), "", *_assumptions(config, devices, rate, limit), "", *_table(config, devices, rate, plan)]
-    if fits:
-        return "\n".join([*lines, f"fits: {plan.most_gib:.1f} of {limit:g} GiB at the peak"]), True
-    verdict = f"does not fit: {plan.most_gib:.1f} of {limit:g} GiB at the peak; "
-    found = smallest_set(config, devices, rate, limit)
-    if found is None:
-        return "\n".join([*lines, f"{verdict}no knob helps enough: take fewer frames or a smaller size"]), False
-    peak = f"{found[1].most_gib:.1f} GiB, {found[1].epoch_s:.0f} s an epoch"
-    return "\n".join([*lines, f"{verdict}with the fewest knobs it does ({peak}): {in_words(found[0])}"]), False
-
-
-def _costs(plan: Plan) -> list[str]:
-    return [
-        f"{name:30s} {value:>14,}" if isinstance(value, int) else f"{name:30s} {value:>14,.{0 if value >= 100 else 2}f}"
-        for name, value in dataclasses.asdict(plan).items()
-    ]
-
-
-def _assumptions(config: Config, devices: int, rate: float, limit: float) -> list[str]:
+    lines = []
+    for name, value in dataclasses.asdict(plan).items():
+        decimals = "" if isinstance(value, int) else ".0f" if value >= 100 else ".2f"
+        lines.append(f"{name:30s} {value:>14,{decimals}}")
     frames, rows, columns = largest_size(config)
-    speed = f"{rate / 1e12:g} TFLOP/s (tools/device_report.py measures them)"
-    folder = config.model.path
+    speed, folder = f"{rate / 1e12:g} TFLOP/s (tools/device_report.py measures them)", config.model.path
     network = folder if Path(folder).is_dir() else f"Wan2.1-T2V-1.3B's, as there is no folder {folder}"
-    return [
+    lines += [
+        "",
         "assumed:",
         f"  {devices} device(s) of {limit:g} GiB that sustain {speed}",
         f"  sizes of the network: {network}",
@@ -144,19 +128,26 @@ def _assumptions(config: Config, devices: int, rate: float, limit: float) -> lis
         "  not counted in seconds: rewards, evaluation, copies between device and CPU memory, what ranks send, waiting",
         "  not counted in GiB: fragmentation, kernel workspaces, other processes (leave a tenth of the device free),",
         "  and what model.vae_tiling saves in decoding",
+        "",
     ]
-
-
-def _table(config: Config, devices: int, rate: float, plan: Plan) -> list[str]:
-    lines = []
+    table = []
     for knob in knobs(config, devices):
         other = make_plan(turned(config, [knob])[0], devices, rate)
-        note = "" if knob.exact else "  changes what is trained"
         saved, slower = other.most_gib - plan.most_gib, other.epoch_s - plan.epoch_s
         if -saved > NOT_SEEN:
-            lines.append(f"  {saved:+7.2f} GiB {slower:+8.1f} s  {in_words(knob.values(config))}{note}")
-    head = f"what saves memory, each alone (now {plan.most_gib:.1f} GiB at the peak, {plan.epoch_s:.0f} s an epoch):"
-    return [head, *lines] if lines else ["no knob saves memory"]
+            note = "" if knob.exact else "  changes what is trained"
+            table.append(f"  {saved:+7.2f} GiB {slower:+8.1f} s  {in_words(knob.values(config))}{note}")
+    now = f"{plan.most_gib:.1f} GiB at the peak, {plan.epoch_s:.0f} s an epoch"
+    lines += [f"what saves memory, each alone (now {now}):", *table] if table else ["no knob saves memory"]
+    if plan.most_gib <= limit:
+        return "\n".join([*lines, f"fits: {plan.most_gib:.1f} of {limit:g} GiB at the peak"]), True
+    found = smallest_set(config, devices, rate, limit)
+    way_out = "no knob helps enough: take fewer frames or a smaller size"
+    if found is not None:
+        peak = f"{found[1].most_gib:.1f} GiB, {found[1].epoch_s:.0f} s an epoch"
+        way_out = f"with the fewest knobs it does ({peak}): {in_words(found[0])}"
+    verdict = f"does not fit: {plan.most_gib:.1f} of {limit:g} GiB at the peak; {way_out}"
+    return "\n".join([*lines, verdict]), False
 
 
 def _fixed(values: Values, *, exact: bool = True) -> Saving:

@@ -160,21 +160,24 @@ def test_settings_at_the_edge_of_what_works_are_taken(settings: str) -> None:
     assert load(settings)
 
 
+MOVES = "train.updates_per_epoch=4"
+
+
 @pytest.mark.parametrize(
-    ("given", "way_out"),
+    ("settings", "said"),
     [
-        ("", r"pass --config\.train\.guard=true$"),
-        ("train.step_weight=inverse_gain", r"pass --config\.train\.guard=true --config\.train\.step_weight=none$"),
+        (MOVES, r"=4 without train\.guard: .*pass --config\.train\.guard=true$"),
+        (f"{MOVES} train.step_weight=inverse_gain", r"--config\.train\.guard=true --config\.train\.step_weight=none$"),
+        ("dynamic_sampling.enabled=true reward.flat_eps=1e-6", "reward.flat_eps=1e-06 is below reward.adv_eps=0.0001"),
+        (
+            "checkpoint.best=eval/target_view data.tune_scenes=1",
+            "best='eval/target_view' .* on the reported",
+        ),
     ],
 )
-def test_several_updates_without_the_guard_are_warned_of(given: str, way_out: str) -> None:
-    with pytest.warns(UserWarning, match=rf"train\.updates_per_epoch=4 without train\.guard: .*{way_out}"):
-        load(f"train.updates_per_epoch=4 {given}")
-
-
-def test_groups_that_would_be_valid_by_rounding_alone_are_warned_of() -> None:
-    with pytest.warns(UserWarning, match=r"reward.flat_eps=1e-06 is below reward.adv_eps=0.0001"):
-        load("dynamic_sampling.enabled=true reward.flat_eps=1e-6")
+def test_settings_that_may_disappoint_are_warned_of(settings: str, said: str) -> None:
+    with pytest.warns(UserWarning, match=said):
+        load(settings)
 
 
 @pytest.mark.parametrize(
@@ -221,8 +224,3 @@ def test_contiguous_groups_must_be_dealt_evenly_to_the_ranks() -> None:
     world(8, "--config.sample.layout=contiguous")
     with pytest.raises(ConfigError, match=r"^config\.sample\.layout: got 'contiguous'.* 12 groups .* 8 ranks"):
         world(8, "--config.sample.layout=contiguous", "--config.sample.num_batches_per_epoch=3")
-
-
-def test_choosing_a_checkpoint_on_the_reported_conditions_warns() -> None:
-    with pytest.warns(UserWarning, match=r"checkpoint\.best='eval/target_view' chooses .* on the reported conditions"):
-        load("checkpoint.best=eval/target_view data.tune_scenes=1")
