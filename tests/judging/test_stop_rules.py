@@ -29,20 +29,17 @@ def test_a_rule_is_broken_beyond_its_bound_only(rule, value, said):
     assert broken([rule], {"eval/a": value}) == said
 
 
-def test_the_first_broken_rule_is_named():
+def test_the_first_broken_rule_is_named_and_the_default_ones_can_be_switched_off():
     assert broken(["eval/a>9", "eval/a>1", "eval/a>0"], {"eval/a": 2.0}) == "eval/a is 2, above 1"
+    assert broken(TrainConfig().stop_if, {"eval_change/target_view_psnr_db": -7.0})
+    assert broken(TrainConfig().stop_if, {"eval_change/target_view_psnr_db": -5.0}) == ""
+    assert load_config(TOY, ["--config.train.stop_if="]).train.stop_if == ()
 
 
 @pytest.mark.parametrize("rule", ["eval/a", "a<1", "eval/a=1", "eval/a<x", "eval/a<1<2", "eval/a<--1"])
 def test_a_rule_of_another_form_is_refused(rule):
     with pytest.raises(ConfigError, match=r"train.stop_if: .* must be METRIC<BOUND or METRIC>BOUND; pass"):
         load_config(TOY, [f"--config.train.stop_if={rule}"])
-
-
-def test_the_default_rules_can_be_read_and_switched_off():
-    assert broken(TrainConfig().stop_if, {"eval_change/target_view_psnr_db": -7.0})
-    assert broken(TrainConfig().stop_if, {"eval_change/target_view_psnr_db": -5.0}) == ""
-    assert load_config(TOY, ["--config.train.stop_if="]).train.stop_if == ()
 
 
 HELD_OUT = ("eval/target_view", "eval/rot_err_deg")

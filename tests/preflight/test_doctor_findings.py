@@ -53,18 +53,15 @@ def _on_two_ranks(world: World) -> list[Finding]:
 
 def test_ranks_agree_on_the_worst_finding_on_differences_and_on_errors():
     first, second = run_ranks(_on_two_ranks, 2)
-    assert (
-        first
-        == second
-        == [
-            Finding("a", "fail", "rank 1: on 1", "mend"),
-            Finding("b", "ok", "on 0"),
-            Finding("one", "ok", "texts identical on 2 rank(s)"),
-            Finding("other", "fail", "texts in 2 versions on 2 rank(s)", "mend"),
-            Finding("c", "ok", "before the error"),
-            Finding("reading", "fail", "rank 1 failed in reading: ValueError: no file", examine.WAY_OUT),
-        ]
-    )
+    assert first == second
+    assert first == [
+        Finding("a", "fail", "rank 1: on 1", "mend"),
+        Finding("b", "ok", "on 0"),
+        Finding("one", "ok", "texts identical on 2 rank(s)"),
+        Finding("other", "fail", "texts in 2 versions on 2 rank(s)", "mend"),
+        Finding("c", "ok", "before the error"),
+        Finding("reading", "fail", "rank 1 failed in reading: ValueError: no file", examine.WAY_OUT),
+    ]
 
 
 def test_an_error_of_one_rank_alone_is_a_finding_only_when_there_are_no_other_ranks():
