@@ -49,18 +49,11 @@ def footprint(
     rows: int,
     dtype: torch.dtype,
 ) -> Footprint:
-    """Return the costs of a transformer.
+    """Return the costs of a transformer with a configuration such as `WAN_1_3B`, for (C, F, H, W) of the target.
 
     LoRA is counted as training the base weights, which saves the same inputs for the backward, plus the adapters' own
-    activations and parameters.
-
-    Args:
-        video_model: which transformer, and how it is called.
-        config: its configuration, such as `WAN_1_3B`.
-        latent_shape: (C, F, H, W) of the target.
-        model: training mode, checkpointing (of which "auto" counts as "blocks") and prompt length.
-        rows: B.
-        dtype: dtype of frozen weights and autocast.
+    activations and parameters. `model` has training mode, checkpointing (of which "auto" counts as "blocks") and prompt
+    length, `dtype` is that of frozen weights and autocast.
     """
     one, two = (
         count_network(video_model, {**config, "num_layers": n}, latent_shape, model, rows, dtype) for n in (1, 2)

@@ -18,7 +18,7 @@ class ForwardCount:
     Recomputing activations in the backward pass adds up to 1. Guidance calls the network with two rows a sample.
 
     Args:
-        network: whose calls are counted; the first argument of its forward has a row per sample.
+        network: its calls are counted; the first argument of its forward has a row per sample.
         recomputed: operations that its backward pass computes once more, as a share of a forward's.
         flops: operations of a forward on one row, by its shape in the first argument; None where they are not known.
         rate: operations per second of the device's matrix products; called once, when it is first needed.

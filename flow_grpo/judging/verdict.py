@@ -59,15 +59,15 @@ def judge(
     before: Mapping[str, float],
     gold: bool = False,
 ) -> Verdict:
-    """Return the verdict on paired changes.
+    """Return the verdict on paired changes, of which one without an interval is unclear.
 
     Args:
-        changes: `eval/` name -> change; one without an interval is unclear.
+        changes: `eval/` name -> change.
         rewards: names of all that was measured, the gold estimator's included.
         weights: reward -> its largest weight in training.
         before: `eval/` name -> value before training.
-        gold: whether an estimator that no reward uses is among what was measured. A reward of weight 0 then does not
-            count: it may be the trained one under another name.
+        gold: an estimator that no reward uses is among what was measured. A reward of weight 0 then does not count: it
+            may be the trained one under another name.
     """
     found = {}
     for name, change in changes.items():

@@ -47,12 +47,7 @@ from flow_grpo.settings.schema import Config
 def assemble(config: Config, spec: str, device: torch.device, world: World, ledger: Ledger | None = None) -> Trainer:
     """Return a run's trainer, at its start or where the checkpoint to resume from left it (collective call).
 
-    Args:
-        config: as checked.
-        spec: "FILE:RECIPE".
-        device: this rank's.
-        world: all ranks, which `train.context_parallel` divides into groups that share samples.
-        ledger: seconds outside of epochs; by default from now on.
+    `spec` is "FILE:RECIPE". The ledger counts seconds outside of epochs, by default from now on.
 
     Raises:
         ValueError: on every rank, for an input that is missing or unusable on any.

@@ -15,9 +15,7 @@ from flow_grpo.settings.schema import Config
 def read_command_line(words: Sequence[str] | None, doc: str | None = None) -> tuple[Config, str]:
     """Return the checked configuration and its recipe, "FILE:RECIPE"; print what a resumed run takes from where.
 
-    Args:
-        words: words of the command line, by default the process's.
-        doc: docstring of the program, for its help.
+    `words` are by default the process's; `doc` is the docstring of the program, for its help.
 
     Raises:
         ConfigError: a setting that cannot work, identical on every rank.

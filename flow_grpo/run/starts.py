@@ -123,20 +123,10 @@ def record(
     device: str,
     served: Mapping[str, str],
 ) -> list[str]:
-    """Write the record of a start; for one process only.
+    """Write the record of a start after so many finished epochs; for one process only.
 
-    Args:
-        run_folder: folder of the run.
-        config: configuration of this start.
-        spec: "FILE:RECIPE".
-        checkpoint: resumed from, or None.
-        epoch: finished epochs.
-        ranks: how many.
-        device: device of rank 0, in words.
-        served: reward -> model and version of the server that computes it.
-
-    Returns:
-        A line for each reward that another model or version computed as the run began.
+    `spec` is "FILE:RECIPE", `device` that of rank 0 in words, `served` reward -> model and version of its server.
+    Returned is a line for each reward that another model or version computed as the run began.
     """
     folder = run_folder / STARTS
     folder.mkdir(parents=True, exist_ok=True)
