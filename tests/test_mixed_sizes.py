@@ -93,11 +93,11 @@ def test_a_round_of_mixed_sizes_takes_as_few_calls_as_its_sizes_allow():
 def test_every_sample_equals_the_one_rolled_out_alone_and_has_its_place():
     policy = ConvPolicy()
     batches = sample(World(), policy)
-    assert sorted(place for batch in batches for place in batch.samples.places.tolist()) == list(range(24))
+    assert sorted(place for batch in batches for place in batch.positions.tolist()) == list(range(24))
     draws = collector(World(), policy, debug=False, train_batch_size=4, num_batches_per_epoch=6).stream.sampler
     wanted = [(gid, slot) for step in range(6) for _, gid, slot, _ in draws.plan(step)[0]]
     for batch in batches:
-        for row, (position, made) in enumerate(zip(batch.samples.places.tolist(), batch.conditions, strict=True)):
+        for row, (position, made) in enumerate(zip(batch.positions.tolist(), batch.conditions, strict=True)):
             assert (made.gid, made.slot) == wanted[position]
             steps = batch.samples.trajectory.steps[row].tolist()
             alone = rollout(policy, [made], policy.encode([made]), [steps], Sampling(SIGMAS, SDE, seed=1))
@@ -141,7 +141,7 @@ def test_gathered_samples_are_in_sampling_order_whatever_was_rolled_out_first():
     by_position = {
         position: (made.gid, made.slot, made.size, float(batch.rewards["brightness"].values[row]))
         for batch in batches
-        for row, (position, made) in enumerate(zip(batch.samples.places.tolist(), batch.conditions, strict=True))
+        for row, (position, made) in enumerate(zip(batch.positions.tolist(), batch.conditions, strict=True))
     }
     for position, (gid, slot, size, value) in by_position.items():
         assert (int(gathered.gids[position]), int(gathered.slots[position])) == (gid, slot)
