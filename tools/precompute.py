@@ -146,7 +146,8 @@ def work(tasks: Sequence[Encoding], world: World) -> Tally:
 
 def report(tally: Tally, config: Config, world: World) -> list[str]:
     """Print the totals and failures of all ranks, and return the failures. Collective call."""
-    made, kept = world.data.all_gather(torch.tensor([[tally.made, tally.kept]])).sum(dim=0).tolist()
+    counts = world.data.all_gather_scalars({"made": tally.made, "kept": tally.kept})
+    made, kept = (int(count.sum()) for count in counts.values())
     problems = [line for text in world.data.gather_text("\n".join(tally.problems)) for line in text.splitlines()]
     if world.is_main:
         print(f"{made} encoded, {kept} were there, {len(problems)} failed: {config.model.encodings}", flush=True)

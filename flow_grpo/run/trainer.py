@@ -243,8 +243,8 @@ class Trainer:
         self.ledger.since()  # the epoch's own
         seconds = self.metrics["time/epoch_s"]
         rounds = 1 + self.metrics.get("dyn/resample_rounds", 0.0)
-        own = torch.tensor([self.forwards.since_mark()], dtype=torch.float64)
-        forwards, operations = self.world.data.all_gather(own).sum(dim=0).tolist()
+        own = dict(zip(("forwards", "operations"), self.forwards.since_mark(), strict=True))
+        forwards, operations = (float(n.sum()) for n in self.world.data.all_gather_scalars(own).values())
         self.state.forward_equivalents += forwards
         self.metrics |= server_metrics(self.collector.rewards.stats(), self.world)
         self.metrics |= {f"system/memory_{name}_gib": gib for name, gib in device_api.memory(self.device).items()}

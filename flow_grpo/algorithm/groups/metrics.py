@@ -63,13 +63,11 @@ def server_metrics(stats: Mapping[str, Mapping[str, float]], world: World) -> di
     """
     metrics: dict[str, float] = {}
     for name, own in stats.items():
-        everyone = world.all.all_gather(torch.tensor([[own[key] for key in ("calls", "failures", "p50_s", "p95_s")]]))
-        calls, failures, *percentiles = everyone.unbind(dim=1)
-        prefix = f"server/{name.rpartition(':')[2]}"
-        metrics |= {f"{prefix}_calls": float(calls.sum()), f"{prefix}_failures": float(failures.sum())}
-        for label, seconds in zip(("p50_s", "p95_s"), percentiles, strict=True):
-            if seconds.isfinite().any():
-                metrics[f"{prefix}_{label}"] = float(seconds[seconds.isfinite()].max())
+        found, prefix = world.all.all_gather_scalars(own), f"server/{name.rpartition(':')[2]}"
+        metrics |= {f"{prefix}_{key}": float(found[key].sum()) for key in ("calls", "failures")}
+        for key in ("p50_s", "p95_s"):
+            seconds = found[key][found[key].isfinite()]
+            metrics |= {f"{prefix}_{key}": float(seconds.max())} if len(seconds) else {}
     return metrics
 
 

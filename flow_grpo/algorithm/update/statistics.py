@@ -86,8 +86,7 @@ def gather_stats(stats: UpdateStats, world: World) -> dict[str, float]:
         "loss": torch.stack(stats.losses).sum().item(),
         "drift": torch.cat(drift).max().item(),
     }
-    rows = world.data.all_gather(torch.tensor([list(local.values())], dtype=torch.float64))
-    by_name = dict(zip(local, rows.unbind(dim=1), strict=True))
+    by_name = world.data.all_gather_scalars(local)
     total = {name: float(column.sum()) for name, column in by_name.items()}
     norms = torch.stack(stats.norms)
     # Ranks may have unequally many ratios.

@@ -117,8 +117,8 @@ def examine_gradients(trainer: Trainer, log: Sequence[Gradients]) -> Iterator[Fi
     peers = [json.loads(text) for text in world.data.gather_text(json.dumps([step.norms for step in log]))]
     norms = [{name: max(one[name] for one in step) for name in step[0]} for step in zip(*peers, strict=True)]
     yield check_gradient_coverage(config.model.trained, norms)
-    own = torch.tensor([[log[-1].present, log[-1].below]])
-    present, below = world.data.all_gather(own).sum(dim=0).tolist()
+    found = world.data.all_gather_scalars({"present": log[-1].present, "below": log[-1].below})
+    present, below = int(found["present"].sum()), int(found["below"].sum())
     yield check_gradient_size(below, present, config.train.adam_eps)
 
 

@@ -13,7 +13,7 @@ import os
 import socket
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -102,6 +102,11 @@ class Group:
         rows = self._gather_equal(tensor.detach().contiguous().view(-1).view(torch.uint8))
         return rows.view(tensor.dtype).view(self.size * tensor.shape[0], *tensor.shape[1:])
 
+    def all_gather_scalars(self, values: Mapping[str, float]) -> dict[str, Tensor]:
+        """Gather numbers by name, the same names on all ranks: name -> (ranks,) float64 (collective call)."""
+        rows = self.all_gather(torch.tensor([list(values.values())], dtype=torch.float64))
+        return dict(zip(values, rows.unbind(dim=1), strict=True))
+
     def gather_text(self, text: str) -> list[str]:
         """Gather every rank's text, of any length, in rank order. Collective call."""
         if self.gloo is None:
@@ -184,9 +189,8 @@ class World:
 
     def sent_metrics(self) -> dict[str, float]:
         """`system/sent_<kind>_gib` of what ranks have sent, on average over ranks (collective call)."""
-        own = torch.tensor([[float(self.sent[kind]) for kind in SENT_KINDS]])
-        mean = self.all.all_gather(own).mean(dim=0).tolist()
-        return {f"system/sent_{kind}_gib": count / 2**30 for kind, count in zip(SENT_KINDS, mean, strict=True) if count}
+        sent = self.all.all_gather_scalars({kind: self.sent[kind] for kind in SENT_KINDS})
+        return {f"system/sent_{kind}_gib": float(sent[kind].mean()) / 2**30 for kind in sent if sent[kind].any()}
 
     def dealt_rows(self, number: int, count: int) -> slice:
         """Choose this rank's of the `count` rows of batch `number`, where one of the ranks with a sample is enough.
