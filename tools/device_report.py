@@ -185,7 +185,7 @@ def _take(report: Report, job: Job, answer: dict[str, Any]) -> None:
             report["counted"][name] = record
             continue
         report["parts"][name] = record
-        print(f"{name}: {said(record)}", flush=True)
+        print(f"{name}: {as_text(record)}", flush=True)
     _derive(report)
 
 
@@ -291,12 +291,12 @@ def table(report: Report) -> str:
     ]
     for name, record in report["parts"].items():
         if "seconds" not in record:
-            lines.append(f"{name:36s}{said(record)}")
+            lines.append(f"{name:36s}{as_text(record)}")
             continue
         flops, share = record.get("flops"), record.get("share_of_matmul_rate")
         cells = (record["seconds"], flops and flops / 1e12, record.get("tflops"), share and 100 * share)
         row = "".join(f"{_cell(value):>{width}s}" for value, width in zip(cells, (10, 10, 10, 7), strict=True))
-        doubt = "" if record.get("finite", True) and "error" not in record else f"  {said(record)}"
+        doubt = "" if record.get("finite", True) and "error" not in record else f"  {as_text(record)}"
         lines.append(
             f"{name:36s}{row} %{_cell(record.get('peak_gib')):>10s}{_cell(record.get('planned_gib')):>9s}{doubt}"
         )
@@ -329,7 +329,7 @@ def _cell(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def said(record: dict[str, Any]) -> str:
+def as_text(record: dict[str, Any]) -> str:
     for word in ("error", "unavailable"):
         if word in record:
             return f"{word}: {record[word]}"

@@ -51,7 +51,7 @@ def main(words: Sequence[str] | None = None) -> int:
             return 0
         config = load_config(known.config, overrides)
         check_world(config, known.devices)
-        config, said = choose_recomputation(config, known.devices, limit)
+        config, message = choose_recomputation(config, known.devices, limit)
         if known.json:
             plan = make_plan(config, known.devices, rate)
             fits = plan.most_gib <= limit
@@ -59,7 +59,7 @@ def main(words: Sequence[str] | None = None) -> int:
         else:
             print(f"counting the costs of {known.config}; nothing is allocated", flush=True)
             text, fits = report(config, known.devices, rate, limit)
-            print(*([said] if said else []), text, sep="\n")
+            print(*([message] if message else []), text, sep="\n")
     except ValueError as error:
         return fail(error)
     return 0 if fits else 1
@@ -92,7 +92,7 @@ def beside_run(folder: Path) -> str:
     on_cpu = run.start.device.startswith("device cpu")
     # As train_grpo.py decided it: ranks on a CPU share the machine's memory.
     gib = epochs[-1].get("system/memory_total_gib", math.nan) / (ranks if on_cpu else 1)
-    config, said = (config, "") if math.isnan(gib) else choose_recomputation(config, ranks, gib)
+    config, message = (config, "") if math.isnan(gib) else choose_recomputation(config, ranks, gib)
     rate = measured("system/tflops_per_device")
     plan = make_plan(config, ranks, 1e12 * (rate or math.nan))
     at = (
@@ -100,7 +100,7 @@ def beside_run(folder: Path) -> str:
     )
     lines = [
         f"{folder}: {len(epochs)} epochs on {ranks} rank(s), {run.start.device.partition(';')[0]}; {at}",
-        *([said] if said else []),
+        *([message] if message else []),
         f"{'':34s} {'planned':>12s} {'measured':>12s}",
     ]
     for what, planned, metric in (

@@ -227,7 +227,7 @@ def state(run: Snapshot) -> Text:
     quiet = f"{span(run.quiet_s)} ago"
     who = f", {run.holder}" if run.holder else ""
     verdict = run.summary.verdict.in_words if run.summary and run.summary.verdict else "no verdict on record"
-    said = {
+    message = {
         "running": f"running{who}; last record {quiet}",
         "starting": f"starting{who}; no metrics yet, begun {quiet}",
         "quiet": f"running{who}, but its last record was {quiet}: it may hang",
@@ -235,14 +235,14 @@ def state(run: Snapshot) -> Text:
         "stopped": f"stopped or crashed after epoch {run.finished}, without a verdict; last record {quiet}",
     }[run.state]
     if run.held is None and run.state in ("running", "starting"):
-        said += " (from its files alone: its lock cannot be seen from here)"
+        message += " (from its files alone: its lock cannot be seen from here)"
     if run.state == "stopped":
         root, recipe = run.knob("output_root", "outputs"), shlex.quote(run.start.recipe if run.starts else "RECIPE")
         elsewhere = [f"--config.output_root={root}"] if root != "outputs" else []
         place = shlex.join([f"--config.run_name={run.folder.name}", *elsewhere])
-        said += f"\n  go on from {run.checkpoint or 'the beginning (nothing is saved)'}:"
-        said += f" train_grpo.py --config {recipe} --config.resume=auto {place}"
-    return Text(said, style=COLOURS[run.state])
+        message += f"\n  go on from {run.checkpoint or 'the beginning (nothing is saved)'}:"
+        message += f" train_grpo.py --config {recipe} --config.resume=auto {place}"
+    return Text(message, style=COLOURS[run.state])
 
 
 def progress(run: Snapshot, look: Look) -> Iterator[RenderableType]:

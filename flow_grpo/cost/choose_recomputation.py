@@ -34,16 +34,16 @@ def choose_recomputation(config: Config, devices: int, gib: float) -> tuple[Conf
 
     if not is_video_model(config.model.kind):
         return choice("blocks"), "model.checkpointing=auto: blocks, a policy of one's own cannot be planned"
-    said: list[str] = []
+    tried: list[str] = []
     for mode in FASTEST_FIRST:
         plan = make_plan(choice(mode), devices, 1.0)
         if mode != "blocks" and plan.update_gib > USABLE * gib:
-            said.append(f"not {mode}, whose update needs {plan.update_gib:.1f} of {gib:.1f} GiB")
+            tried.append(f"not {mode}, whose update needs {plan.update_gib:.1f} of {gib:.1f} GiB")
         elif mode == "keep_attention" and config.model.compile:
-            said.append(f"not {mode}, which model.compile does not allow")
+            tried.append(f"not {mode}, which model.compile does not allow")
         elif mode == "keep_attention" and plan.tokens < LONG_TOKENS:
-            said.append(f"not {mode}, which {plan.tokens:,} tokens are too few for")
+            tried.append(f"not {mode}, which {plan.tokens:,} tokens are too few for")
         else:
-            said.append(f"{mode}, planned {plan.update_gib:.1f} of {gib:.1f} GiB in the update")
-            return choice(mode), f"model.checkpointing=auto: {'; '.join(said)}"
+            tried.append(f"{mode}, planned {plan.update_gib:.1f} of {gib:.1f} GiB in the update")
+            return choice(mode), f"model.checkpointing=auto: {'; '.join(tried)}"
     raise AssertionError("the last of them is always taken")

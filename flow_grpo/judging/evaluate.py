@@ -33,7 +33,7 @@ from flow_grpo.settings.own_code import is_own
 from flow_grpo.settings.sampling import ODE, Sampling
 from flow_grpo.settings.schema import Config
 
-POSE_ERRORS = ("rot_err_deg", "trans_err_m")  # of a gold estimator: said below its videos
+POSE_ERRORS = ("rot_err_deg", "trans_err_m")  # of the gold estimator, shown below its videos
 
 
 class ConditionSource(Protocol):

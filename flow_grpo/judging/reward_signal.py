@@ -92,11 +92,11 @@ class Signal:
 
     def in_words(self) -> str:
         """Return every reward's spread inside groups, its floor and its credit share in one line."""
-        said = []
+        parts = []
         for name, inside in self.inside.items():
             credited = "" if self.shared else f", {self.credit_shares[name]:.0%} of its variance by recorded noise"
-            said.append(f"{name} spreads {inside:.3g} inside groups (floor {self.spreads[name].floor:.3g}){credited}")
-        return "; ".join(said)
+            parts.append(f"{name} spreads {inside:.3g} inside groups (floor {self.spreads[name].floor:.3g}){credited}")
+        return "; ".join(parts)
 
 
 def measure_signal(

@@ -12,7 +12,7 @@ from flow_grpo.maths.bootstrap import Interval
 
 LESS_IS_BETTER = ("_deg", "_m", "_px")  # endings of measurements that are errors: degrees, metres, pixels
 TRUE_VIEW = "target_view"  # to the true view: measured in every evaluation that has one
-MORE_IS_BETTER = ("_db", "_ssim", "_valid", "located")  # and of those that are not: likeness, shares
+MORE_IS_BETTER = ("_db", "_ssim", "_valid", "located")  # and of those that are not: similarity, shares
 TOO_FEW = f"fewer than {LEAST_SCENES} held-out scenes give no intervals, see the table"
 SMALL = 0.02  # of an error, or of a squared one in decibels: a change below, however clear, is hardly seen in a video
 SHOWN_WORSE = 3  # of what got worse for a kind of camera, where people read it

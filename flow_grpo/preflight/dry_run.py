@@ -50,8 +50,8 @@ def show_plan(config: Config, devices: int) -> None:
     device = device_api.resolve(config.device)
     device_api.select(device)
     limit = ASSUMED_GIB if device.type == "cpu" else device_api.memory(device)["total"]
-    config, said = choose_recomputation(config, devices, limit)
-    print("the plan, as tools/plan.py makes it for any device:", *([said] if said else []), sep="\n", flush=True)
+    config, message = choose_recomputation(config, devices, limit)
+    print("the plan, as tools/plan.py makes it for any device:", *([message] if message else []), sep="\n", flush=True)
     print(report(config, devices, ASSUMED_RATE, round(limit, 1))[0], flush=True)
 
 

@@ -70,10 +70,10 @@ def assemble(config: Config, spec: str, device: torch.device, world: World, ledg
             lock.take()
             place, served = device_api.describe(device, config.device), rewards.served()
             count, done = world.all.size, state.finished
-            said = starts.record(
+            lines = starts.record(
                 run_folder, given, spec, checkpoint, epoch=done, ranks=count, device=place, served=served
             )
-            print("\n".join(said), end="\n" if said else "", flush=True)
+            print("\n".join(lines), end="\n" if lines else "", flush=True)
         tracker = _open_tracker(
             config, run_folder, evaluator, world, resumed_step=None if checkpoint is None else state.finished
         )
@@ -129,9 +129,9 @@ def run_name(config: Config, spec: str, world: World) -> str:
 def _choose_checkpointing(config: Config, device: torch.device, world: World) -> Config:
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
     gib = device_api.memory(device).get("total", ASSUMED_GIB) / ranks_here
-    config, said = choose_recomputation(config, world.all.size, gib)
-    if said and world.is_main:
-        print(said, flush=True)
+    config, message = choose_recomputation(config, world.all.size, gib)
+    if message and world.is_main:
+        print(message, flush=True)
     return config
 
 
@@ -209,13 +209,15 @@ def _restore(
 
 
 def _resumed_from(checkpoint: Path, state: RunState, config: Config, *, own: bool) -> str:
-    said = f"resumes from {checkpoint}, saved after epoch {state.finished} of {config.num_epochs}"
+    message = f"resumes from {checkpoint}, saved after epoch {state.finished} of {config.num_epochs}"
     if own:
-        return said
-    said += ": trained weights, optimizer, weight average, position in the data and number of epochs come from there"
+        return message
+    message += ": trained weights, optimizer, weight average, position in the data and number of epochs come from there"
     if state.before is None:
-        return f"{said}; the held-out metrics before training are measured now, as they were measured otherwise there"
-    return f"{said}, and the held-out metrics before training"
+        return (
+            f"{message}; the held-out metrics before training are measured now, as they were measured otherwise there"
+        )
+    return f"{message}, and the held-out metrics before training"
 
 
 def _open_tracker(

@@ -21,9 +21,9 @@ def read_command_line(words: Sequence[str] | None, doc: str | None = None) -> tu
         ConfigError: a setting that cannot work, identical on every rank.
     """
     known, overrides = command_line(doc).parse_known_args(words)
-    config, said = starts.configuration(known.config, overrides)
-    if said and int(os.environ.get("RANK", "0")) == 0:
-        print("\n".join(said), flush=True)
+    config, lines = starts.configuration(known.config, overrides)
+    if lines and int(os.environ.get("RANK", "0")) == 0:
+        print("\n".join(lines), flush=True)
     for name in config.reward.weights:
         check_name(name, config.reward.remote)
     check_world(config, int(os.environ.get("WORLD_SIZE", "1")))

@@ -56,7 +56,7 @@ def conclude(trainer: Trainer, after: Evaluation) -> None:
             }
         )
         trainer.close()
-    trainer.saver.settle()
+    trainer.saver.wait()
     print_before_after(state.before, after.metrics, changes, trainer.run_folder, trainer.world, floor=state.floor)
     commands = next_commands(trainer.run_folder, finished=state.finished, makes_videos=trainer.makes_videos)
     lines = [f"verdict: {verdict}", *(f"  worse for a kind of camera: {text}" for text in abridged(worse))]

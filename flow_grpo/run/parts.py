@@ -125,7 +125,7 @@ def build_evaluator(config: Config, policy: Policy, held_out: Split, world: Worl
             f"has a {needed}; pass --config.eval.gold= and judge "
             "checkpoints with tools/evaluate.py --checkpoint"
         )
-    likeness = {} if config.data.prompts else {"target_view": 0.0}  # prompts have no true view
-    measured = build_rewards(config, likeness | config.reward.weights, world)
+    similarity = {} if config.data.prompts else {"target_view": 0.0}  # prompts have no true view
+    measured = build_rewards(config, similarity | config.reward.weights, world)
     gold = build_reward(evaluation.gold, data_root=config.data.root) if evaluation.gold else None
     return Evaluator(policy, held_out, measured, gold, config, world)

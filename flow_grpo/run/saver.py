@@ -26,11 +26,11 @@ class Saver:
 
     def begin(self, score: float | None) -> None:
         """Copy the state and begin to write it (collective call); `score` as `checkpoint.best` has it."""
-        assert self._saving is None, "the checkpoint before is settled first"
+        assert self._saving is None, "the checkpoint before is published first"
         self._saving = self._state.save(self._folder, keep=self._keep, world=self._world, score=score)
         self._saved = self._position()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until the checkpoint that is being written is published (collective call)."""
         if self._saving is not None:
             begun, self._saving = self._saving, None

@@ -102,14 +102,14 @@ def configuration(spec: str, overrides: Sequence[str] = ()) -> tuple[Config, lis
 
 def rewards_in_words(spec: str, config: Config) -> str:
     """Return one line: the rewards of a run with their weights, and which of them are not as the recipe has them."""
-    recipe, said = _recipe_alone(spec, config).reward.weights, []
+    recipe, parts = _recipe_alone(spec, config).reward.weights, []
     for name, weight in config.reward.weights.items():
         before = recipe.get(name)
         note = " (not in the recipe)" if before is None else "" if before == weight else f" (recipe: {before:g})"
-        said.append(f"{name} {weight:g}{note}")
+        parts.append(f"{name} {weight:g}{note}")
     joined = recipe.keys() < config.reward.weights.keys()  # a whole table takes the recipe's place
     way_out = "; the recipe's stay: a weight of 0 takes one out of training" if joined else ""
-    return f"rewards and their weights: {', '.join(said)}{way_out}"
+    return f"rewards and their weights: {', '.join(parts)}{way_out}"
 
 
 def record(
@@ -204,7 +204,7 @@ def next_commands(run_folder: Path, *, finished: int = 0, makes_videos: bool = T
         # The tiny world's cameras move less.
         camera = "arc_left:0.5" if config["data"].get("tiny_world") else "arc_left"
         lines = [f"  film your own video:  {use} --source VIDEO --camera {camera}"]
-        # Structure from motion locates no frame in videos as small as the tiny world's; the run's own judge does.
+        # Structure from motion locates no frame in videos as small as the tiny world's; eval.gold does.
         by_motion = f"python tools/evaluate.py --run {place} --out {evaluation}"
         measured = by_motion if config["data"]["height"] >= LEAST_ROWS else again
         lines.append(f"  measure it again:     {measured}")
@@ -223,10 +223,10 @@ def commit() -> str:
     """Return the commit of the code, with `+` where files differ from it; "" outside of a git repository."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return said.stdout.strip()
+    return done.stdout.strip()
 
 
 def _resumed_run(config: Config, own: Path) -> Path | None:

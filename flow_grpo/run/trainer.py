@@ -285,7 +285,7 @@ class Trainer:
     def save_if_due(self) -> None:
         """Begin to save every `checkpoint.every` epochs; what the epoch before has begun is published by now."""
         self.ledger.book("time/log_s")
-        self.saver.settle()
+        self.saver.wait()
         if self.state.finished % self.config.checkpoint.every == 0:
             self._begin_saving()
         self.ledger.book("time/save_s")
@@ -382,12 +382,12 @@ class Trainer:
     def save(self) -> None:
         """Publish a checkpoint of the finished epochs and the sampler's position, unless it is saved already."""
         self._begin_saving()
-        self.saver.settle()
+        self.saver.wait()
         self.ledger.book("time/save_s")
 
     def _begin_saving(self) -> None:
         if self.saver.is_due:
-            self.saver.settle()
+            self.saver.wait()
             self.clock.count_training()
             self.saver.begin(self._score())
             self.clock.start_training()  # copying does not count as training

@@ -117,7 +117,9 @@ def records_page() -> str:
     for record in RECORDS:
         text, _, listed = (inspect.getdoc(record) or "").partition("\nAttributes:\n")
         entries = re.split(r"\n(?=    \w+: )", listed)  # lines that go on are indented further
-        meanings = {name.strip(): " ".join(said.split()) for name, _, said in (one.partition(": ") for one in entries)}
+        meanings = {
+            name.strip(): " ".join(message.split()) for name, _, message in (one.partition(": ") for one in entries)
+        }
         rows = [(f"`{field.name}`", f"`{field.type}`", meanings[field.name]) for field in dataclasses.fields(record)]
         lines += [f"## {record.__name__}", "", f"`{record.__module__}`. {text.strip()}", ""]
         lines += [*markdown_table(("field", "type", "what it is"), rows), ""]

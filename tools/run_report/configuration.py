@@ -67,8 +67,8 @@ def knobs(run: Run, asked: str = "") -> tuple[list[ChangedKnob], str]:
     for name, each in differences(values, _written(to_dict(Config())), recipe or values).items():
         value, default, of_recipe = (one or NOTHING for one in each)
         knob = KNOBS.get(_knob_of(name))
-        meaning, said = knob.meaning if knob else "", changed.get(name, value)
-        found.append(ChangedKnob(name, meaning, default, of_recipe, said, own=of_recipe != value))
+        meaning, shown = knob.meaning if knob else "", changed.get(name, value)
+        found.append(ChangedKnob(name, meaning, default, of_recipe, shown, own=of_recipe != value))
     return found, why_not
 
 

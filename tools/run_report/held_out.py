@@ -48,7 +48,7 @@ class Change:
         return 100 * self.change / abs(self.before) if self.before else math.nan
 
 
-GROUPS = ("independent judge", "likeness to the true view", "trained rewards", "other measurements")
+GROUPS = ("independent estimator", "similarity to the true view", "trained rewards", "other measurements")
 
 
 def rewards(run: Run) -> list[str]:
@@ -119,11 +119,11 @@ def side_by_side(runs: Sequence[Run]) -> dict[str, Any]:
     for run in runs:
         theirs = run.summary.measured_on if run.summary else {}
         differ = sorted(knob for knob in ours.keys() | theirs.keys() if ours.get(knob) != theirs.get(knob))
-        said = ", ".join(f"{knob} {theirs.get(knob)!r} instead of {ours.get(knob)!r}" for knob in differ)
+        message = ", ".join(f"{knob} {theirs.get(knob)!r} instead of {ours.get(knob)!r}" for knob in differ)
         if run.summary is None:
             without.append(f"{run.name} is left out: it has no summary.json, so it does not say how it was measured.")
         elif differ:
-            without.append(f"{run.name} is left out: it was measured otherwise than {first.name}, with {said}.")
+            without.append(f"{run.name} is left out: it was measured otherwise than {first.name}, with {message}.")
         else:
             same.append(run)
     measured = [{change.name: change for change in held_out(run)} for run in same]
@@ -152,17 +152,17 @@ def sentence(run: Run) -> str:
     changes = held_out(run)
     decide = deciding(run, (change.name for change in changes))
     lead = _clearest([change for change in changes if change.name in decide], verdict_word(run))
-    said = _in_words(lead) if lead else "No held-out metric has an interval."
+    message = _in_words(lead) if lead else "No held-out metric has an interval."
     if run.summary is None:
         of = f"{run.finished} of {run.config.num_epochs} epochs are on record"
-        return f"The run has no summary.json: it is still training, or ended early. {of}. So far: {said}"
+        return f"The run has no summary.json: it is still training, or ended early. {of}. So far: {message}"
     if lead is None:
-        return said
+        return message
     judge = f" by {run.config.eval.gold}, which no reward of the training uses" if _is_gold(lead) else ""
     conditions = run.summary.measured_on.get("eval.num_conditions", "the")
     worse = run.summary.verdict.worse_by_camera if run.summary.verdict else []
     cameras = f" Worse for a kind of camera: {tidy('; '.join(abridged(worse)))}." if worse else ""
-    return f"{said} Measured on {conditions} held-out conditions{judge}.{cameras}"
+    return f"{message} Measured on {conditions} held-out conditions{judge}.{cameras}"
 
 
 def _clearest(changes: Iterable[Change], overall: str) -> Change | None:

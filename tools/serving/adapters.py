@@ -110,8 +110,8 @@ class VideoAlign(Adapter):
         with tempfile.TemporaryDirectory(prefix="videoalign_") as folder:
             path = Path(folder) / "video.mp4"
             write_video(path, video, fps=FPS)
-            said = self._model.reward([str(path)], [condition.prompt], use_norm=True)[0]
-        return {"videoalign_vq": float(said["VQ"]), "videoalign_mq": float(said["MQ"])}
+            found = self._model.reward([str(path)], [condition.prompt], use_norm=True)[0]
+        return {"videoalign_vq": float(found["VQ"]), "videoalign_mq": float(found["MQ"])}
 
 
 class Hpsv3(Adapter):
@@ -133,8 +133,8 @@ class Hpsv3(Adapter):
             for number, picture in enumerate(_frames(video, self._settings.frames)):
                 paths.append(f"{folder}/{number}.png")
                 picture.save(paths[-1])
-            said = self._model.reward(prompts=[condition.prompt] * len(paths), image_paths=paths)
-        return {"hpsv3": float(torch.as_tensor(said).float()[:, 0].mean())}
+            found = self._model.reward(prompts=[condition.prompt] * len(paths), image_paths=paths)
+        return {"hpsv3": float(torch.as_tensor(found).float()[:, 0].mean())}
 
 
 class ClipScore(Adapter):
@@ -189,8 +189,8 @@ class MapAnythingPoses(Adapter):
             fx, fy, cx, cy = condition.intrinsics.tolist()
             known = {"intrinsics": torch.tensor([[fx, 0, cx], [0, fy, cy], [0, 0, 1]])}
         views: list[dict[str, Any]] = [{"img": frame, **known} for frame in to_pixels(video)]
-        said = self._model.infer(self._preprocess(views))
-        poses = torch.cat([view["camera_poses"].cpu() for view in said]).double()
+        found = self._model.infer(self._preprocess(views))
+        poses = torch.cat([view["camera_poses"].cpu() for view in found]).double()
         return pose_scores(condition.target_poses, poses)
 
 

@@ -53,9 +53,9 @@ def examine_epoch(trainer: Trainer, updates_per_epoch: int) -> Iterator[Finding]
             kl_before, _ = _kl_and_gradient(trainer, replaying, probe)
         batch = _sample_epoch(trainer)
         k, flat = trainer.config.sample.k, trainer.metrics["train/zero_std_ratio"]
-        said = f"{len(batch) * trainer.world.data.size // k} groups of {k} copies, {flat:.0%} of them flat"
+        message = f"{len(batch) * trainer.world.data.size // k} groups of {k} copies, {flat:.0%} of them flat"
         way_out = "copies score the same: raise sample.noise_level or sample.k, or check the rewards' noise floors"
-        yield finding("groups", said, warn=way_out if flat == 1 else "")
+        yield finding("groups", message, warn=way_out if flat == 1 else "")
         first = update(updater, batch, 0)
         if replaying is not None:
             after = replay(replaying, probe, train.batch_size)
@@ -79,9 +79,9 @@ def examine_epoch(trainer: Trainer, updates_per_epoch: int) -> Iterator[Finding]
             yield from _examine_transport(trainer, batch, before, first["policy/ratio_first_max_abs_log"])
         yield from examine_gradients(trainer, gradients)
         norms = first["train/grad_norm"], second["train/grad_norm"]
-        said = f"gradient norms of two updates {', '.join(f'{norm:.2g}' for norm in norms)}"
+        message = f"gradient norms of two updates {', '.join(f'{norm:.2g}' for norm in norms)}"
         way_out = "no gradient reaches the weights: check train.step_weight and model.trained"
-        yield finding("update", said, fail="" if all(norm > 0 for norm in norms) else way_out)
+        yield finding("update", message, fail="" if all(norm > 0 for norm in norms) else way_out)
 
 
 @contextlib.contextmanager
@@ -152,10 +152,10 @@ def check_clip(log_ratios: Tensor, clip_range: float, updates: int) -> Finding:
     """
     values = log_ratios.flatten().cpu().double()
     share = float((values.abs() > clip_range).float().mean())
-    said = f"after one update log-ratio {float(values.mean()):+.2g} +- {float(values.std(correction=0)):.2g}, "
-    said += f"{share:.0%} beyond train.clip_range={clip_range:g}"
+    message = f"after one update log-ratio {float(values.mean()):+.2g} +- {float(values.std(correction=0)):.2g}, "
+    message += f"{share:.0%} beyond train.clip_range={clip_range:g}"
     if not values.any():
-        return finding("clip", said, fail="nothing moved: check train.learning_rate and model.trained")
+        return finding("clip", message, fail="nothing moved: check train.learning_rate and model.trained")
     low, high = CLIP_USUAL
     warn, all_clipped = "", share > 0.99 and updates > 1
     if not low <= clip_range <= high:
@@ -164,7 +164,7 @@ def check_clip(log_ratios: Tensor, clip_range: float, updates: int) -> Finding:
         warn = "most of the signal is clipped: lower train.learning_rate or raise train.clip_range"
     elif share == 0 and updates > 1:
         warn = "the clip never acts: lower train.clip_range towards the spread"
-    return finding("clip", said, fail=warn if all_clipped else "", warn=warn)
+    return finding("clip", message, fail=warn if all_clipped else "", warn=warn)
 
 
 def _kl_and_gradient(trainer: Trainer, objective: GrpoObjective, probe: Samples) -> tuple[float, float]:
@@ -191,11 +191,11 @@ def check_kl(coefficient: float, before: float, after: float, gradient: float, *
 
     KL is in nats per latent element, `gradient` its gradient's norm over the trained weights after the update.
     """
-    said = f"{before:.2g} before and {after:.2g} after one update (times train.kl_coef {coefficient * after:.2g}), "
-    said += f"gradient norm {gradient:.2g}"
+    message = f"{before:.2g} before and {after:.2g} after one update (times train.kl_coef {coefficient * after:.2g}), "
+    message += f"gradient norm {gradient:.2g}"
     starts = before == 0 if exact else before < BF16_KL
     way_out = "the reference must be the starting policy, and the KL must carry the gradient of the current one"
-    return finding("kl", said, fail="" if starts and after > before and gradient > 0 else way_out)
+    return finding("kl", message, fail="" if starts and after > before and gradient > 0 else way_out)
 
 
 def _examine_transport(trainer: Trainer, batch: TrainingBatch, probe: Replay, gap: float) -> Iterator[Finding]:
@@ -215,6 +215,6 @@ def _examine_transport(trainer: Trainer, batch: TrainingBatch, probe: Replay, ga
 def check_ratio_in_update(gap: float, probe_gap: float, clip_range: float, *, exact: bool) -> Finding:
     """Check the first update's largest |log-ratio| to the rollout by that of a batch replayed directly, all in nats."""
     bound = 0.0 if exact else max(SHARE_OF_CLIP * clip_range, PROBE_FACTOR * probe_gap)
-    said = f"largest |log-ratio| between the rollout of an epoch and its first update {gap:.2g}, bound {bound:.2g}"
+    message = f"largest |log-ratio| between the rollout of an epoch and its first update {gap:.2g}, bound {bound:.2g}"
     way_out = "latents or conditions change on their way into the update: see Collector and TrainingBatch.take"
-    return finding("ratio_in_update", said, fail="" if gap <= bound else way_out)
+    return finding("ratio_in_update", message, fail="" if gap <= bound else way_out)

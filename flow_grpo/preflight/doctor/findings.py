@@ -31,8 +31,8 @@ def equal_on_ranks(name: str, value: str, what: str, world: World, way_out: str)
     """Check that every rank passes the same `value` of `what`, a plural; collective call."""
     values = world.all.gather_text(value)
     kinds = len(set(values))
-    said = f"{what} identical" if kinds == 1 else f"{what} in {kinds} versions"
-    return finding(name, f"{said} on {len(values)} rank(s)", fail="" if kinds == 1 else way_out)
+    message = f"{what} identical" if kinds == 1 else f"{what} in {kinds} versions"
+    return finding(name, f"{message} on {len(values)} rank(s)", fail="" if kinds == 1 else way_out)
 
 
 def merge_over_ranks(findings: Sequence[Finding], world: World) -> list[Finding]:

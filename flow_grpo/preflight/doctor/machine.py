@@ -55,11 +55,11 @@ def check_disk(folder: Path, checkpoint_bytes: int, keep: int) -> Finding:
     place = next(path for path in [folder.resolve(), *folder.resolve().parents] if path.exists())
     more = max(1, keep + 1 - len(checkpoint.published(folder / "checkpoints")))
     free, needed = shutil.disk_usage(place).free, checkpoint_bytes * more
-    said = f"{free / GIB:.1f} GiB free at {place}, {needed / GIB:.2f} GiB for {more} more checkpoint(s)"
+    message = f"{free / GIB:.1f} GiB free at {place}, {needed / GIB:.2f} GiB for {more} more checkpoint(s)"
     way_out = "free some, lower checkpoint.keep, or set output_root to another disk"
     # Warn below twice that and 1 GiB for videos, metrics and other runs.
     scarce = free < 2 * needed + GIB
-    return finding("disk", said, fail=way_out if free < needed else "", warn=way_out if scarce else "")
+    return finding("disk", message, fail=way_out if free < needed else "", warn=way_out if scarce else "")
 
 
 def check_shared_memory(batch_bytes: int, workers: int, local_ranks: int, place: Path = SHARED_MEMORY) -> Finding:
@@ -67,11 +67,11 @@ def check_shared_memory(batch_bytes: int, workers: int, local_ranks: int, place:
     if not workers or not place.is_dir():
         return finding("shared_memory", f"no {place} here" if workers else "not used: no loader workers")
     free, needed = shutil.disk_usage(place).free, PREFETCHED * batch_bytes * workers * local_ranks
-    said = (
+    message = (
         f"{free / GIB:.2f} GiB free at {place}, {needed / GIB:.2f} GiB for {workers} worker(s) x {local_ranks} rank(s)"
     )
     way_out = "start the container with a larger --shm-size, or lower data.num_workers"
-    return finding("shared_memory", said, fail=way_out if free < needed else "")
+    return finding("shared_memory", message, fail=way_out if free < needed else "")
 
 
 def check_versions(world: World) -> Finding:
@@ -88,11 +88,11 @@ def check_versions(world: World) -> Finding:
     releases = {".".join(number.split(".")[:3]) for number in numbers}
     pair = " with ".join(f"{name} {number}" for name, number in versions.items())
     versions |= {name: installed(name) for name in LIBRARIES}
-    said = ", ".join(f"{name} {number}" for name, number in versions.items())
-    same = equal_on_ranks("versions", said, said, world, "give every node the same environment")
+    message = ", ".join(f"{name} {number}" for name, number in versions.items())
+    same = equal_on_ranks("versions", message, message, world, "give every node the same environment")
     if len(releases) == 1:
         return same
-    return finding("versions", said, fail=f"{pair}: install the pair that requirements-npu.txt names")
+    return finding("versions", message, fail=f"{pair}: install the pair that requirements-npu.txt names")
 
 
 def check_device(device: torch.device, config: Config, world: World) -> Finding:
@@ -122,10 +122,10 @@ def check_backends(device: torch.device, world: World, *, gathers_bytes: bool = 
         return finding("backends", "one process, no process group")
     rank, size = world.all.rank, world.all.size
     heard = world.all.all_gather(torch.tensor([rank])).tolist()
-    said = f"{size} ranks, control over gloo"
+    message = f"{size} ranks, control over gloo"
     wrong = [] if heard == list(range(size)) else [f"ranks answer as {heard}"]
     if dist.is_initialized():
-        said = f"{dist.get_backend_config()} over {said}"
+        message = f"{dist.get_backend_config()} over {message}"
         for place in dict.fromkeys((torch.device("cpu"), device)):
             total = torch.full((1,), rank + 1.0, device=place)  # as gradients are averaged
             reduce = functools.partial(dist.all_reduce, total)
@@ -136,7 +136,7 @@ def check_backends(device: torch.device, world: World, *, gathers_bytes: bool = 
             gather = functools.partial(dist.all_gather_into_tensor, everyone, own)
             what = f"all-gather of uint8 on {device}, which train.sharding='fsdp2' needs,"
             wrong += _fault(what, gather, everyone, [other % 256 for other in range(size)], world)
-    return finding("backends", said, fail=f"{'; '.join(wrong)}: check RANK and MASTER_ADDR" if wrong else "")
+    return finding("backends", message, fail=f"{'; '.join(wrong)}: check RANK and MASTER_ADDR" if wrong else "")
 
 
 def _fault(what: str, call: Callable[[], object], result: Tensor, wanted: Sequence[float], world: World) -> list[str]:
@@ -160,9 +160,9 @@ def check_run_folder(folder: Path, world: World, timeout_s: float = CACHED_S) ->
     deadline = time.monotonic() + timeout_s
     while not (seen := _text(folder / LOCK) == wanted) and time.monotonic() < deadline:
         time.sleep(min(1.0, timeout_s))
-    said = f"rank 0's lock file {LOCK} in {folder} is {'seen' if seen else 'not seen'} by {world.all.size} rank(s)"
+    message = f"rank 0's lock file {LOCK} in {folder} is {'seen' if seen else 'not seen'} by {world.all.size} rank(s)"
     way_out = "ranks write to different folders: put output_root on a file system that all nodes share"
-    return finding("run_folder", said, fail="" if seen else way_out)
+    return finding("run_folder", message, fail="" if seen else way_out)
 
 
 def _text(file: Path) -> str:

@@ -285,7 +285,7 @@ def kolmogorov_smirnov(values: Tensor) -> float:
 
 def check_residuals(steps: Tensor, residuals: Tensor) -> Finding:
     """Check that (B, K, ...) residuals of (B, K) denoising steps follow the Gaussian under which they are scored."""
-    said, wrong = [], False
+    parts, wrong = [], False
     for step in steps.unique().tolist():
         flat = residuals[(steps == step).to(residuals.device)].flatten()
         some = flat[:: max(1, flat.numel() // KS_ELEMENTS)].cpu().double()
@@ -296,11 +296,11 @@ def check_residuals(steps: Tensor, residuals: Tensor) -> Finding:
             and abs(std - 1) < STANDARD_ERRORS / math.sqrt(2 * count)
             and distance < KS_BOUND
         )
-        said.append(
+        parts.append(
             f"step {step}: mean {mean:+.4f} std {std:.4f} Kolmogorov-Smirnov {distance:.2f} of {count} elements"
         )
     way_out = "the rollout draws from another Gaussian than it scores: its step must be maths.sde.sample of transition"
-    measured = f"(next latents - mean) / std must be standard normal; {'; '.join(said)}"
+    measured = f"(next latents - mean) / std must be standard normal; {'; '.join(parts)}"
     return finding("residuals", measured, fail=way_out if wrong else "")
 
 
@@ -310,13 +310,13 @@ def check_latents_fp32(states: Tensor) -> Finding:
     The ratio alone may not show rounded latents on devices where replays are not exact to the bit.
     """
     count = states.shape[1]
-    said, rounded = f"{count} stored latents per sample are fp32", False
+    message, rounded = f"{count} stored latents per sample are fp32", False
     for dtype in (torch.float16, torch.bfloat16):  # bf16 last: most of its values survive fp16 as well
         short = sum(torch.equal(own, own.to(dtype).to(own.dtype)) for own in states.unbind(1))
         if short:
-            said, rounded = f"{short} of {count} stored latents per sample were rounded to {dtype}", True
+            message, rounded = f"{short} of {count} stored latents per sample were rounded to {dtype}", True
     way_out = "keep the latents of stochastic steps in fp32: see Trajectory.states in flow_grpo/records.py"
-    return finding("latents_fp32", said, fail=way_out if rounded else "")
+    return finding("latents_fp32", message, fail=way_out if rounded else "")
 
 
 def _ratio_bound(clip_range: float, *, exact: bool) -> float:
@@ -331,13 +331,13 @@ def check_ratio(log_ratios: Tensor, clip_range: float, old_log_prob: str, *, exa
     """
     worst = float(log_ratios.abs().max())
     bound = _ratio_bound(clip_range, exact=exact)
-    said = f"largest |log-ratio| before the first update {worst:.2g}, bound {bound:.2g}"
+    message = f"largest |log-ratio| before the first update {worst:.2g}, bound {bound:.2g}"
     way_out = (
         "rollout and update must call the same network with the same latents: see flow_grpo/algorithm/update/updater.py"
     )
     hidden = old_log_prob == "detach" and not exact and worst <= clip_range
     warn = "" if worst <= bound else way_out
-    return finding("ratio", f"{said}; {layer}" if layer else said, fail="" if hidden else warn, warn=warn)
+    return finding("ratio", f"{message}; {layer}" if layer else message, fail="" if hidden else warn, warn=warn)
 
 
 def check_ratio_by_batch_size(
@@ -345,14 +345,14 @@ def check_ratio_by_batch_size(
 ) -> Finding:
     """Check how much log-probabilities depend on the rows of a call: rows -> largest |log-ratio| to the rollout's."""
     bound = SHARE_OF_CLIP * clip_range
-    said = ", ".join(f"{rows}: {gap:.2g}" for rows, gap in gaps.items())
+    message = ", ".join(f"{rows}: {gap:.2g}" for rows, gap in gaps.items())
     harmful = old_log_prob == "rollout" and not gaps[micro_batch] <= bound
     way_out = "pass --config.train.old_log_prob=auto: it recomputes old log-probabilities in the update's own batches"
     shaky = not all(gap <= bound for gap in gaps.values())
     corrected = "train.old_log_prob corrects for it; to lower it use fp32 or the rollout's batch size in the update"
     return finding(
         "ratio_by_batch_size",
-        f"largest |log-ratio| of the same samples replayed in batches of {said}; harmless up to {bound:.2g}",
+        f"largest |log-ratio| of the same samples replayed in batches of {message}; harmless up to {bound:.2g}",
         fail=way_out if harmful else "",
         warn=corrected if shaky else "",
     )
@@ -373,6 +373,6 @@ def check_noise(rows: Sequence[Sequence[int]], *, same_initial_noise: bool) -> F
         if same:
             shared.append(f"{len(same)} {what} shared, for example by (group, copy) {same[0][:3]}")
     groups = len({row[0] for row in rows})
-    said = "; ".join(shared) or f"{len(rows)} samples of {groups} groups, each with its own noise"
+    message = "; ".join(shared) or f"{len(rows)} samples of {groups} groups, each with its own noise"
     way_out = "draw noise from (seed, gid, slot): from all three, and from nothing of the rank or the batch"
-    return finding("noise", said, fail=way_out if shared else "")
+    return finding("noise", message, fail=way_out if shared else "")

@@ -112,10 +112,10 @@ def check_rewards(found: Mapping[str, Preference], by_epoch: Mapping[int, Mappin
     """
     first = next(iter(by_epoch.values()))
     weights = {name: max((own[name] for own in by_epoch.values()), key=abs) for name in first}
-    said = []
+    parts = []
     for name, own in found.items():
         means = ", ".join(f"{shown} {value:.3g}" for shown, value in own.means.items())
-        said.append(f"{name} ({weights[name]:g}): {means}" + (f" [{own.fault}]" if own.fault else ""))
+        parts.append(f"{name} ({weights[name]:g}): {means}" + (f" [{own.fault}]" if own.fault else ""))
     broken = [name for name, own in found.items() if own.fault and weights[name]]
     fail = f"{', '.join(broken)} could not be measured: start its server or repair the cause, or drop its weight"
     missing = [name for name, own in found.items() if own.valid < 1 and (weights[name] or own.fault)]
@@ -123,7 +123,7 @@ def check_rewards(found: Mapping[str, Preference], by_epoch: Mapping[int, Mappin
         f"{', '.join(missing)} has no value for some true views: see its causes, and tools/check_sources.py for pose "
     )
     warn += "rewards"
-    answers = finding("rewards", "; ".join(said), fail=fail if broken else "", warn=warn if missing else "")
+    answers = finding("rewards", "; ".join(parts), fail=fail if broken else "", warn=warn if missing else "")
     orders = [_order(found, weights, epoch) for epoch, weights in by_epoch.items()]
     return [answers, next((order for order in orders if order.status == "fail"), orders[0])]
 
@@ -134,11 +134,11 @@ def _order(found: Mapping[str, Preference], weights: Mapping[str, float], epoch:
         shown: sum(weights[name] * own.signs[shown] for name, own in found.items()) / total if total else 0.0
         for shown in WRONG_VIEWS
     }
-    said = ", ".join(f"over the {shown} by {margin:+.2f}" for shown, margin in margins.items())
+    message = ", ".join(f"over the {shown} by {margin:+.2f}" for shown, margin in margins.items())
     wrong = [shown for shown, margin in margins.items() if not margin > 0]
     way_out = f"copies that show {' or '.join(wrong)} would be reinforced: add a reward that sees the camera"
-    said = f"the true view is preferred {said} (of 1) in epoch {epoch}"
-    return finding("reward_order", said, fail=way_out if wrong else "")
+    message = f"the true view is preferred {message} (of 1) in epoch {epoch}"
+    return finding("reward_order", message, fail=way_out if wrong else "")
 
 
 def examine_signal(trainer: Trainer) -> Iterator[Finding]:

@@ -111,18 +111,20 @@ def check_steps(
     except ValueError as error:
         return finding("steps", str(error), fail=way_out)
     gains = [row.gain for row in table]
-    said = f"std at most {max(row.std for row in table):.3f}, largest gain {max(gains) / min(gains):.1f}x the smallest"
-    said += f"\n{LEGEND}\nstep   sigma   delta    std      c excess   gain weight"
+    message = (
+        f"std at most {max(row.std for row in table):.3f}, largest gain {max(gains) / min(gains):.1f}x the smallest"
+    )
+    message += f"\n{LEGEND}\nstep   sigma   delta    std      c excess   gain weight"
     for row in table:
         levels = f"{row.step:4} {row.sigma:7.4f} {row.delta:7.4f} {row.std:6.3f}"
-        said += f"\n{levels} {row.c:6.3f} {row.excess:+6.0%} {row.gain:6.3f} {row.weight:6.2f}"
+        message += f"\n{levels} {row.c:6.3f} {row.excess:+6.0%} {row.gain:6.3f} {row.weight:6.2f}"
     numbers = [value for row in table for value in dataclasses.astuple(row)]
     wild = not all(map(math.isfinite, numbers)) or not all(0 < row.std <= MAX_STD for row in table)
     most = max(row.std for row in table)
     silent = f"noise of at most {most:.2g} explores nothing: raise sample.noise_level" if most < MIN_STD else ""
     grainy = max(row.excess for row in table) > MAX_EXCESS
     grain = f"above {MAX_EXCESS:.0%} of excess noise late steps leave grain: {way_out}"
-    return finding("steps", said, fail=way_out if wild else silent, warn=grain if grainy else "")
+    return finding("steps", message, fail=way_out if wild else silent, warn=grain if grainy else "")
 
 
 def check_ode_limit(sampling: Sampling, steps: Sequence[int]) -> Finding:
@@ -139,9 +141,9 @@ def check_ode_limit(sampling: Sampling, steps: Sequence[int]) -> Finding:
         drawn = step_transition(policy, latents, policy, torch.tensor([step]), quiet)
         fall = float(sigmas[step + 1]) - float(sigmas[step])
         worst = max(worst, float((drawn.mean - latents - fall * velocity).abs()))
-    said = f"with vanishing noise {len(steps)} steps differ from the ODE's by {worst:.1g}, bound {ODE_TOLERANCE:.0e}"
+    message = f"with vanishing noise {len(steps)} steps differ from the ODE's by {worst:.1g}, bound {ODE_TOLERANCE:.0e}"
     way_out = "the mean of the step is wrong: see flow_grpo/maths/sde.py"
-    return finding("ode_limit", said, fail="" if worst <= ODE_TOLERANCE else way_out)
+    return finding("ode_limit", message, fail="" if worst <= ODE_TOLERANCE else way_out)
 
 
 def check_window(windows: Sequence[Sequence[int]], allowed: Sequence[int], num_steps: int) -> list[Finding]:
@@ -161,9 +163,9 @@ def check_guidance(training: Guidance, evaluation: Guidance) -> Finding:
     """Check that training and the held-out evaluation sample with the same guidance."""
     scales = training.scale, evaluation.scale
     same = scales[0] == scales[1] and (scales[0] == 1 or training.negative_prompt == evaluation.negative_prompt)
-    said = f"training samples with guidance {scales[0]:g}, evaluation with {scales[1]:g}"
+    message = f"training samples with guidance {scales[0]:g}, evaluation with {scales[1]:g}"
     if not same and scales[0] == scales[1]:
-        said += " and another negative prompt"
+        message += " and another negative prompt"
     way_out = "a rising reward/ may be guidance that the weights recover: look at the change of eval/, measured with "
     way_out += "the same guidance before and after, and at the evaluation's videos"
-    return finding("guidance", said, warn="" if same else way_out)
+    return finding("guidance", message, warn="" if same else way_out)

@@ -49,10 +49,10 @@ def examine_weights(trainer: Trainer) -> Iterator[Finding]:
 
 def check_adapters(mode: str, adapted: int, trained: int) -> Finding:
     """Check that `model.trained=mode` trains any weight; `adapted` counts modules with a LoRA adapter."""
-    said = f"model.trained={mode}: {trained:,} trained weights" + (f", {adapted} adapters" if mode == "lora" else "")
+    message = f"model.trained={mode}: {trained:,} trained weights" + (f", {adapted} adapters" if mode == "lora" else "")
     nothing = trained == 0 or (mode == "lora" and adapted == 0)
     way_out = "set model.lora_targets to names of the network's own Linear layers, such as blocks.0.attn1.to_q"
-    return finding("adapters", said, fail=way_out if nothing else "")
+    return finding("adapters", message, fail=way_out if nothing else "")
 
 
 def _equal_weights(trainer: Trainer, name: str, what: str) -> Finding:
@@ -78,10 +78,10 @@ def check_rate(shares: Sequence[float], learning_rate: float) -> Finding:
     `shares` are learning rate / root mean square of every trained tensor that is not zero.
     """
     share = float(torch.tensor(shares).median()) if shares else 0.0
-    said = f"one update moves a weight by {share:.2g} of its size (median of {len(shares)} tensors)"
+    message = f"one update moves a weight by {share:.2g} of its size (median of {len(shares)} tensors)"
     way_out = f"lower train.learning_rate={learning_rate:g}"
     destroys = f"one update replaces the weights: {way_out}" if share > DESTROYING_SHARE else ""
-    return finding("rate", said, fail=destroys, warn=way_out if share > LARGE_SHARE else "")
+    return finding("rate", message, fail=destroys, warn=way_out if share > LARGE_SHARE else "")
 
 
 @contextlib.contextmanager
@@ -128,11 +128,11 @@ def check_gradient_coverage(mode: str, norms: Sequence[Mapping[str, float]]) -> 
     Other modes of `model.trained` than "lora" may train weights that the loss does not depend on.
     """
     without = [name for name in norms[0] if not any(row[name] > 0 for row in norms)]
-    said = f"{len(norms[0]) - len(without)} of {len(norms[0])} trained tensors received a gradient in two updates"
-    said += f"; not {', '.join(without[:2])}" if without else ""
+    message = f"{len(norms[0]) - len(without)} of {len(norms[0])} trained tensors received a gradient in two updates"
+    message += f"; not {', '.join(without[:2])}" if without else ""
     way_out = "remove from model.lora_targets what the velocity does not depend on" if without else ""
     hard = mode == "lora" or len(without) == len(norms[0])
-    return finding("gradient_coverage", said, fail=way_out if hard else "", warn=way_out)
+    return finding("gradient_coverage", message, fail=way_out if hard else "", warn=way_out)
 
 
 def check_gradient_size(below: int, present: int, adam_eps: float) -> Finding:
@@ -141,6 +141,6 @@ def check_gradient_size(below: int, present: int, adam_eps: float) -> Finding:
     `present` elements of the gradient are not 0, `below` of these are smaller than 10 x adam_eps.
     """
     share = below / max(1, present)
-    said = f"{share:.1%} of the {present:,} gradients are below {EPS_FACTOR:g} x train.adam_eps={adam_eps:g}"
+    message = f"{share:.1%} of the {present:,} gradients are below {EPS_FACTOR:g} x train.adam_eps={adam_eps:g}"
     way_out = f"Adam hardly moves these weights: pass --config.train.adam_eps={adam_eps * 1e-4:g}"
-    return finding("gradient_size", said, warn=way_out if share > SHARE_NEAR_EPS else "")
+    return finding("gradient_size", message, warn=way_out if share > SHARE_NEAR_EPS else "")
