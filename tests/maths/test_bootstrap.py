@@ -41,6 +41,8 @@ def test_about_95_of_100_intervals_hold_the_true_mean():
 def test_groups_of_unequal_size_count_by_their_rows():
     found = mean_interval([1.0, 1.0, 1.0, 5.0], ["a", "a", "a", "b"])
     assert (found.mean, found.low, found.high) == (2.0, 1.0, 5.0)
+    middle = mean_interval([1.0, 1.0, 1.0, 5.0], ["a", "a", "a", "b"], level=0.2)
+    assert (middle.low, middle.high) == (2.0, 2.0)  # one of each: four rows, not the mean of the groups' means
 
 
 def test_the_level_is_that_asked_for_and_equal_rows_give_equal_intervals():
