@@ -55,6 +55,15 @@ def test_ratio_is_exactly_one_before_the_first_update_at_the_rollout_s_geometry(
     assert metrics["policy/ratio_min"] == metrics["policy/ratio_max"] == 1.0
 
 
+def test_another_log_probability_than_the_rollout_s_shows_also_where_the_ratio_is_one_by_construction():
+    policy = ToyPolicy()
+    batch = training_batch(policy, BATCHES)
+    batch.parts[0].trajectory.log_probs[5, 1] += 0.25
+    _, metrics, _ = updated(policy=policy, batch=batch, old_log_prob="recompute")
+    assert metrics["policy/ratio_min"] == metrics["policy/ratio_max"] == 1.0
+    assert metrics["policy/ratio_first_max_abs_log"] == pytest.approx(0.25, abs=1e-6)
+
+
 @pytest.mark.parametrize("micro", [1, 3, 5, 12])
 def test_ratio_is_one_within_1e_6_at_another_micro_batch(micro):
     _, metrics, _ = updated(old_log_prob="rollout", batch_size=micro)
