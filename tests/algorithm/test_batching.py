@@ -12,8 +12,10 @@ from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from tests.toy import sample_config
 
 
-def test_positions_are_grouped_in_order_of_appearance():
+def test_positions_are_grouped_in_order_of_appearance_and_a_call_of_nothing_is_refused():
     assert group_configs_by_structure("abacb") == {"a": [0, 2], "b": [1, 4], "c": [3]}
+    with pytest.raises(ValueError, match="max_batch is 0"):
+        full_batches(["a"], 0)
 
 
 @pytest.mark.parametrize("max_batch", [1, 2, 5, 64])
@@ -28,23 +30,11 @@ def test_the_calls_are_as_few_as_can_be_and_hold_every_position_once(max_batch):
         assert all(len({structures[position] for position in call}) == 1 for call in calls)
 
 
-def test_five_copies_of_four_conditions_are_one_call_where_they_fit():
-    """20 items took 20 calls in the published code; the goal was 5."""
-    assert len(full_batches(["a"] * 20, 20)) == 1
-    assert len(full_batches(["a"] * 20, 4)) == 5
-
-
 @pytest.mark.parametrize(("conditions", "group_size"), [(4, 5), (1, 5)])
 def test_a_rank_s_samples_are_its_conditions_times_the_group_size(conditions, group_size):
     sample = sample_config(k=group_size, train_batch_size=group_size, num_batches_per_epoch=conditions)
-    sampler = DistributedKRepeatSampler(
-        64, group_size, group_size, 2, 0, 1, num_batches_per_epoch=conditions, layout="contiguous"
-    )
+    options = {"num_batches_per_epoch": conditions, "layout": "contiguous"}
+    sampler = DistributedKRepeatSampler(64, group_size, group_size, 2, 0, 1, **options)
     held = [draw for step in range(conditions) for draw in sampler.plan(step)[0]]
     assert sample.expanded_batch_size == conditions * group_size == len(held)
     assert len({index for *_, index in held}) == conditions
-
-
-def test_a_batch_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="max_batch is 0"):
-        full_batches(["a"], 0)

@@ -16,39 +16,14 @@ from flow_grpo.runtime.ranks.process_group import Group, World
 from tests.toy import FRAMES, ToyLoader, ToyPolicy, collector, condition, group, joined, scored
 
 
-def a_sampler() -> DistributedKRepeatSampler:
-    return DistributedKRepeatSampler(24, 4, 4, 1, 0, seed=1)
-
-
-def test_the_stream_starts_at_the_first_step_asked_for():
-    sampler = a_sampler()
+def test_the_stream_follows_the_steps_asked_for_and_the_saved_position_is_that_of_the_consumer():
+    sampler = DistributedKRepeatSampler(24, 4, 4, 1, 0, seed=1)
     stream = ConditionStream(ToyLoader(sampler), sampler)
     assert [c.index for c in stream.take(5)] == [draw[3] for draw in sampler.plan(5)[0]]
     assert [c.gid for c in stream.take(6)] == [6] * 4
-
-
-def test_a_batch_of_another_step_is_refused():
-    sampler = a_sampler()
-    stream = ConditionStream(ToyLoader(sampler), sampler)
-    stream.take(0)
-    with pytest.raises(StaleBatchError, match="step 1 where step 2 was expected"):
-        stream.take(2)
-
-
-def test_the_sampler_s_saved_position_is_that_of_the_consumer():
-    sampler = a_sampler()
-    stream = ConditionStream(ToyLoader(sampler), sampler)
-    stream.take(0)
-    stream.take(1)
-    assert sampler.state_dict()["next_step"] == 2
-
-
-def test_a_contiguous_group_spread_over_two_batches_has_one_window():
-    policy = ToyPolicy()
-    sampling = collector(World.of(Group(0, 2)), policy, debug=False, layout="contiguous")
-    (batch,) = sampling.collect(Clock(torch.device("cpu")))
-    assert [c.slot for c in batch.conditions] == [0, 1, 2, 3]
-    assert len({tuple(steps) for steps in batch.samples.trajectory.steps.tolist()}) == 1
+    assert sampler.state_dict()["next_step"] == 7
+    with pytest.raises(StaleBatchError, match="step 7 where step 8 was expected"):
+        stream.take(8)
 
 
 def test_every_epoch_takes_new_conditions_and_keeps_the_first_batch_s_videos():
@@ -106,7 +81,7 @@ def test_an_epoch_of_mixed_sizes_has_each_sample_at_its_place_in_the_sampler_s_o
     assert policy.encoded == [own[start : start + 4] for own in order for start in range(0, len(own), 4)]
 
 
-def test_the_copies_of_a_group_share_their_window_on_every_rank_and_groups_take_turns():
+def test_the_copies_of_a_group_share_their_window_on_every_rank_and_over_batches_and_groups_take_turns():
     drawn = [collector(World.of(Group(rank, 2)), ToyPolicy(), train_batch_size=4).sampling for rank in range(2)]
     assert [drawn[0].window_of(gid) for gid in range(20)] == [drawn[1].window_of(gid) for gid in range(20)]
     assert {drawn[0].window_of(gid) for gid in range(2)} == {(1, 2), (3, 4)}
@@ -115,6 +90,10 @@ def test_the_copies_of_a_group_share_their_window_on_every_rank_and_groups_take_
     for gid, row in zip(batch.samples.keys[:, 0].tolist(), batch.samples.trajectory.steps.tolist(), strict=True):
         steps[gid].add(tuple(row))
     assert all(len(windows) == 1 for windows in steps.values()) and len(steps) > 1
+    sampling = collector(World.of(Group(0, 2)), ToyPolicy(), debug=False, layout="contiguous")
+    (batch,) = sampling.collect(Clock(torch.device("cpu")))
+    assert [c.slot for c in batch.conditions] == [0, 1, 2, 3]
+    assert len({tuple(steps) for steps in batch.samples.trajectory.steps.tolist()}) == 1
 
 
 def test_the_group_structure_is_printed_by_rank_0_with_debug_only(capsys):

@@ -32,7 +32,6 @@ POSITIONS = {
 
 
 def _rows_of_the_example(rank: int) -> list[tuple[int, int]]:
-    """Return the (gid, slot) rows of a rank over both batches."""
     rows = []
     for gids in (FIRST, SECOND):
         batch = [(gid, slot) for slot in range(4) for gid in gids]
@@ -40,11 +39,12 @@ def _rows_of_the_example(rank: int) -> list[tuple[int, int]]:
     return rows
 
 
+def scored_rows(rows: list[tuple[int, int]]) -> ScoredBatch:
+    return scored(ToyPolicy(), [dataclasses.replace(group(gid, 4)[slot], index=gid) for gid, slot in rows])
+
+
 def _gather_the_example(world: World) -> tuple[list[int], list[float], list[int]]:
-    conditions = [
-        dataclasses.replace(group(gid, 4)[slot], index=gid) for gid, slot in _rows_of_the_example(world.data.rank)
-    ]
-    batch = scored(ToyPolicy(), conditions)
+    batch = scored_rows(_rows_of_the_example(world.data.rank))
     gathered = compare.gather([batch], world)
     compare.check(gathered, sample_config(), world)
     compared = compare.advantages(gathered, REWARD, k=4, floors={})
@@ -68,7 +68,6 @@ def test_copies_have_the_places_of_the_example_and_every_rank_gets_its_own_rows_
 
 
 def gathered_of(values, gids, **changes):
-    """Return gathered facts of one reward."""
     rewards = torch.tensor(values, dtype=torch.float64)
     gids = torch.tensor(gids)
     fields = {
@@ -102,7 +101,6 @@ def test_advantages_compare_within_groups_and_mask_what_failed():
 
 
 def of_two(values, holder, gids, **changes):
-    """Return gathered facts of two rewards; NaN is not valid."""
     rewards = {"pose": torch.tensor(values, dtype=torch.float64), "source": torch.tensor(holder, dtype=torch.float64)}
     valid = {name: column.isfinite() for name, column in rewards.items()}
     return gathered_of(values, gids, rewards=rewards, valid=valid, info={}, **changes)
@@ -165,10 +163,9 @@ def test_the_weights_of_an_epoch_decide_what_is_flat_and_what_is_missing():
 
 
 def _gated_advantages(world: World) -> list[float]:
-    """Gather 8 groups of 4 with two scripted rewards, and compare; returns them by gid and slot."""
     rows = [row for rank in range(8) for row in _rows_of_the_example(rank)]
     mine = rows[world.data.rank * 32 // world.data.size : (world.data.rank + 1) * 32 // world.data.size]
-    batch = scored(ToyPolicy(), [dataclasses.replace(group(gid, 4)[slot], index=gid) for gid, slot in mine])
+    batch = scored_rows(mine)
     draws = [torch.Generator().manual_seed(gid + slot) for gid, slot in mine]
     columns = torch.stack([torch.rand(2, generator=draw) for draw in draws]).unbind(dim=1)
     holder_valid = columns[1] < 0.9
@@ -197,15 +194,12 @@ def test_a_floor_makes_a_group_flat():
     assert compared.advantages[:2].tolist() == [0.0, 0.0]
 
 
-def test_statistics_leave_out_rewards_without_any_valid_sample():
+def test_statistics_leave_out_rewards_without_any_valid_sample_and_the_nan_of_a_broken_one():
     gathered = gathered_of([float("nan")] * 4, [7, 7, 8, 8])
     metrics = reward_metrics(gathered, {"brightness": 1.0})
     assert metrics["reward/brightness_valid"] == 0.0
     assert "reward/brightness_mean" not in metrics
     assert "reward/mean" not in metrics
-
-
-def test_a_broken_sample_keeps_its_nan_out_of_every_metric():
     batch = scored(ToyPolicy(), group(1, 4), reward=BrightnessReward(broken=[(1, 1)]))
     gathered = compare.gather([batch], World())
     assert gathered.info["brightness_percent"].isnan().tolist() == [False, True, False, False]
@@ -230,16 +224,12 @@ def test_rows_that_do_not_match_what_was_gathered_are_refused():
         compare.own_rows(compare.everything([batch], gathered, World()), compared, World())
 
 
-def test_ids_above_2_to_the_53_survive_the_gather():
+def test_several_rewards_are_gathered_under_their_own_names_and_ids_above_2_to_the_53_survive():
     large = 2**60 + 1
     batch = scored(ToyPolicy(), [dataclasses.replace(c, gid=large) for c in group(1, 4)])
-    assert compare.gather([batch], World()).gids.tolist() == [large] * 4
-
-
-def test_several_rewards_are_gathered_under_their_own_names():
-    batch = scored(ToyPolicy(), group(1, 4))
     second = RewardResult(torch.arange(4.0), torch.tensor([True, True, False, True]), ("",) * 4)
     gathered = compare.gather([dataclasses.replace(batch, rewards=batch.rewards | {"second": second})], World())
+    assert gathered.gids.tolist() == [large] * 4
     assert gathered.rewards["second"].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert gathered.valid["second"].tolist() == [True, True, False, True]
     assert set(gathered.info) == {"brightness_percent"}

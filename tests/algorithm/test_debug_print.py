@@ -39,17 +39,15 @@ def test_the_gathered_counts_are_asserted_always(gids, slots, message):
         debug_print.check_gathered(torch.tensor(gids), torch.tensor(slots), 4, 2)
 
 
-def test_the_gathered_samples_are_counted_in_groups():
-    assert [line.rpartition(": ")[2] for line in debug_print.gathered_lines(32, 4)[:3]] == ["32", "4", "8"]
-
-
 def test_sizes_are_shown_as_torch_prints_them_and_only_the_merged_counts_are_indented():
     view = debug_print.batch_view(scored(ToyPolicy(), group(3, 4)), SIGMAS, {"brightness": 1.0})
     _, *shapes, total, expected, k = debug_print.merged_lines([view], 4, 4)
     assert shapes == [f"  {name}: {view[name].shape!s}" for name in ("latents", "log_probs", "target_cameras")]
     assert all(": torch.Size([4, " in line for line in shapes)
     assert [total, expected, k] == ["  总样本数（当前GPU）: 4", "  期望的总样本数: 4", "  k (group_size): 4"]
-    assert not any(line.startswith(" ") for line in debug_print.gathered_lines(32, 4))
+    gathered = debug_print.gathered_lines(32, 4)
+    assert not any(line.startswith(" ") for line in gathered)
+    assert [line.rpartition(": ")[2] for line in gathered[:3]] == ["32", "4", "8"]  # samples, copies, groups
 
 
 def test_every_group_s_copies_are_shown_with_their_ranks_and_a_condition_drawn_twice_is_said_so():

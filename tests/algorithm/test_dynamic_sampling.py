@@ -30,7 +30,6 @@ LOCAL = 16  # samples per rank: a target of 64 on 4 ranks
 
 
 def _scenario(world: World, kinds, options: dict) -> dict:
-    """Choose once and return this rank's outcome."""
     lines: list[str] = []
     layout = options.pop("layout", "spread")
     local = options.pop("local", LOCAL)
@@ -62,7 +61,6 @@ def _scenario(world: World, kinds, options: dict) -> dict:
 
 
 def _equals_first_round(chosen: compare.Chosen, rounds: Rounds) -> bool:
-    """Return whether every field of every sample is bitwise that of the first round."""
     for samples, batch in zip(chosen.parts, rounds.drawn[0], strict=True):
         found, wanted = samples.tensors(), batch.samples.tensors()
         if set(wanted) != set(found) or not all(torch.equal(tensor, wanted[name]) for name, tensor in found.items()):
@@ -74,20 +72,16 @@ def _equals_first_round(chosen: compare.Chosen, rounds: Rounds) -> bool:
 
 
 def scenario(valid_groups, world=4, **options) -> list[dict]:
-    """Run a scenario with a target of 64 samples in 16 groups, whatever the number of ranks."""
     kinds = valid_groups if isinstance(valid_groups[0], list) else kinds_of(valid_groups, 16)
     return run_ranks(_scenario, world, kinds, options | {"local": 64 // world})
 
 
 def check_all(results: list[dict], total: int | None = None) -> None:
-    """Assert what holds in every scenario: equal shares and metrics on all ranks, whole groups."""
     assert len({result["size"] for result in results}) == 1
     assert all(result["collectives"] == results[0]["collectives"] for result in results)
     assert all(result["devices"] == ["cpu"] for result in results)
     names = [name for name in results[0]["metrics"] if name != "dyn/time"]
-    assert all(
-        [r["metrics"][name] for name in names] == [results[0]["metrics"][name] for name in names] for r in results
-    )
+    assert all(result["metrics"][name] == results[0]["metrics"][name] for result in results for name in names)
     placed = Counter(row for result in results for row in result["rows"][: result["placed"]])
     for gid in {gid for gid, _ in placed}:
         assert len({placed[gid, slot] for slot in range(4)}) == 1  # whole groups
@@ -307,9 +301,8 @@ def test_a_group_may_be_judged_by_one_named_reward():
     rounds = Rounds(world, kinds_of([2], 4), local=16)
     collected, gathered = rounds.draw(0)
     hits = (gathered.gids >= 3).double() * gathered.slots
-    judged = dataclasses.replace(
-        gathered, rewards=gathered.rewards | {"hit": hits}, valid=gathered.valid | {"hit": hits >= 0}
-    )
+    valid = gathered.valid | {"hit": hits >= 0}
+    judged = dataclasses.replace(gathered, rewards=gathered.rewards | {"hit": hits}, valid=valid)
     sampling = dynamic(world, local=16, metric="hit", max_resample_times=0)
     assert [g.kind for g in sampling.groups(judged, 0, REWARD)] == ["flat", "flat", "flat", "valid"]
     assert [g.kind for g in dynamic(world, local=16).groups(judged, 0, REWARD)] == ["valid", "valid", "flat", "flat"]
@@ -379,7 +372,6 @@ class ScriptedReward:
 
 
 def _train_on_a_pool(world: World, policy_name: str) -> tuple[torch.Tensor, dict[str, float]]:
-    """Sample rounds of 16 of which 0, 2 and 1 groups are valid, and update once."""
     policy = ToyPolicy()
     batch_size = 8 // world.data.size
     sampling = collector(world, policy, debug=False, train_batch_size=batch_size)

@@ -19,9 +19,10 @@ from tests.workers import run_ranks
 KINDS = ("pan_right", "zoom_in", "cam05")
 
 
-def test_few_kinds_of_camera_keep_their_names():
+def test_few_kinds_of_camera_keep_their_names_unless_these_begin_a_group_of_metrics():
     assert pooled(["zoom_in", "cam05", "zoom_in"]) == ("zoom_in", "cam05", "zoom_in")
     assert pooled([]) == ()
+    assert pooled(["up/left", "zoom_in:0.5+pan_left", "two words"]) == ("up-left", "zoom_in:0.5+pan_left", "two-words")
 
 
 def test_of_many_kinds_the_rarest_are_one():
@@ -34,21 +35,15 @@ def test_of_many_kinds_the_rarest_are_one():
     assert alike == (*["other"] * 4, *(f"path{number:02d}" for number in reversed(range(16))))
 
 
-def test_a_name_cannot_begin_a_group_of_metrics():
-    assert pooled(["up/left", "zoom_in:0.5+pan_left", "two words"]) == ("up-left", "zoom_in:0.5+pan_left", "two-words")
-
-
 def test_the_spread_of_groups_is_that_of_their_own_valid_samples_in_any_order():
-    nothing = math.nan
-    gathered = of_two([1.0, 10.0, 3.0, 20.0, nothing, 7.0], [1.0] * 6, [9, 4, 9, 4, 9, 5])
+    gathered = of_two([1.0, 10.0, 3.0, 20.0, math.nan, 7.0], [1.0] * 6, [9, 4, 9, 4, 9, 5])
     found = reward_metrics(gathered, {"pose": 1.0})
     assert found["reward/pose_group_std"] == (5.0 + 1.0) / 2  # of a group of one there is none
     assert found["reward/pose_group_range_p50"] == (10.0 + 2.0) / 2
 
 
 def test_means_and_shares_are_those_of_a_camera_s_own_samples():
-    nothing = math.nan
-    gathered = of_two([1.0, 3.0, 5.0, nothing], [0.5, nothing, nothing, nothing], [0, 1, 2, 2])
+    gathered = of_two([1.0, 3.0, 5.0, math.nan], [0.5, math.nan, math.nan, math.nan], [0, 1, 2, 2])
     assert camera_metrics(gathered, ["a", "a", "b"]) == {
         "reward_by_camera/a/pose": 2.0,
         "reward_by_camera/a/pose_valid": 1.0,

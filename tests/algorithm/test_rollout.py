@@ -7,13 +7,7 @@ import itertools
 import pytest
 import torch
 
-from flow_grpo.algorithm.rollout.denoise import (
-    check_noise,
-    initial_noise,
-    prefix,
-    rollout,
-    window_rows,
-)
+from flow_grpo.algorithm.rollout.denoise import check_noise, initial_noise, prefix, rollout, window_rows
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.schedule import flow_sigmas, tail_levels
 from flow_grpo.maths.sde import log_prob, transition
@@ -33,9 +27,7 @@ def roll(policy: ToyPolicy, conditions, window=(1, 2), seed=5, sde=SDE, **option
     return whole(policy, conditions, window, seed, sde, **options).trajectory
 
 
-def whole(
-    policy: ToyPolicy, conditions, window=(1, 2), seed=5, sde=SDE, *, sigmas=SIGMAS, windows=None, **options
-) -> Samples:
+def whole(policy, conditions, window=(1, 2), seed=5, sde=SDE, *, sigmas=SIGMAS, windows=None, **options) -> Samples:
     settings = Sampling(sigmas, sde, seed, **options)
     return rollout(policy, conditions, policy.encode(conditions), windows or [window] * len(conditions), settings)
 
@@ -141,7 +133,7 @@ def test_stored_steps_score_to_the_stored_log_probs_and_leave_standard_residuals
         assert abs(residual.std() - 1) < 5 / (2 * len(residual)) ** 0.5
 
 
-def test_a_sample_depends_on_seed_gid_and_slot_not_on_its_batch_or_place():
+def test_a_sample_s_noise_depends_on_seed_gid_and_slot_not_on_its_batch_place_or_schedule():
     policy = ToyPolicy()
     together = whole(policy, [*group(3, 4), *group(9, 4)])
     apart = whole(policy, [condition(9, 9, 2), condition(3, 3, 1)])
@@ -149,6 +141,8 @@ def test_a_sample_depends_on_seed_gid_and_slot_not_on_its_batch_or_place():
         wanted = together.trajectory.states[place]
         torch.testing.assert_close(apart.trajectory.states[row], wanted, rtol=0, atol=1e-6)
         assert torch.equal(apart.noise_ids[row], together.noise_ids[place])
+    longer = whole(policy, group(3, 4), window=(1,), sigmas=flow_sigmas(9, 5.0))
+    assert torch.equal(longer.noise_ids[:, 0], together.noise_ids[:4, 0])
     other_seed = whole(policy, group(3, 4), seed=6)
     assert not torch.isin(other_seed.noise_ids, together.noise_ids).any()
 
@@ -165,16 +159,11 @@ def test_the_copies_of_a_group_differ_and_may_share_their_first_noise_only():
     assert not torch.equal(shared.next_latents(0)[0], shared.next_latents(0)[3])
 
 
-def test_latents_and_log_probs_are_fp32_without_gradient():
-    got = whole(ToyPolicy(), group(3, 2))
-    for tensor in (got.trajectory.states, got.trajectory.log_probs, got.final_latents):
-        assert tensor.dtype == torch.float32
-        assert not tensor.requires_grad
-
-
-def test_one_velocity_call_per_step_at_the_step_s_own_sigma():
+def test_one_velocity_call_per_step_at_the_step_s_own_sigma_gives_fp32_without_gradient():
     policy = ToyPolicy()
-    roll(policy, group(3, 4))
+    got = whole(policy, group(3, 4))
+    for tensor in (got.trajectory.states, got.trajectory.log_probs, got.final_latents):
+        assert tensor.dtype == torch.float32 and not tensor.requires_grad
     assert [(rows, sigma) for rows, sigma, *_ in policy.calls] == [(4, float(sigma)) for sigma in SIGMAS[:-1]]
 
 
@@ -184,19 +173,15 @@ def test_the_last_step_gaps_and_steps_outside_the_schedule_are_refused(window):
         roll(ToyPolicy(), group(3, 2), window=window)
 
 
-def test_the_flow_kind_is_capped_by_the_second_sigma():
-    got = roll(ToyPolicy(), group(3, 2), window=(0,), sde=SdeSettings("flow", 0.7))
-    assert got.log_probs.isfinite().all()
-
-
-def test_max_step_std_bounds_the_noise():
+def test_the_flow_kind_is_capped_by_the_second_sigma_and_max_step_std_bounds_the_noise():
     free = roll(ToyPolicy(), group(3, 2), window=(0,), sde=SdeSettings("flow", 1.0))
     bound = roll(ToyPolicy(), group(3, 2), window=(0,), sde=SdeSettings("flow", 1.0, 0.01))
+    assert free.log_probs.isfinite().all()
     step = [(t.next_latents(0) - t.latents(0)).std() for t in (free, bound)]
     assert step[1] < step[0] / 3
 
 
-def test_the_detector_raises_on_duplicated_noise_within_a_group():
+def test_the_detector_raises_on_duplicated_noise_within_a_group_only_and_accepts_wanted_duplicates():
     policy = ToyPolicy()
     twice = [condition(3, 3, 0), condition(3, 3, 0)]
     ids, gids = whole(policy, twice).noise_ids, torch.tensor([3, 3])
@@ -204,19 +189,8 @@ def test_the_detector_raises_on_duplicated_noise_within_a_group():
         check_noise(gids, ids, same_initial_noise=False)
     with pytest.raises(RuntimeError, match="same step noise"):
         check_noise(gids, ids, same_initial_noise=True)
-
-
-def test_the_detector_accepts_wanted_duplicates_and_equal_noise_in_different_groups():
-    policy = ToyPolicy()
     shared = whole(policy, group(3, 4), same_initial_noise=True)
     check_noise(torch.full((4,), 3), shared.noise_ids, same_initial_noise=True)
     with pytest.raises(RuntimeError, match="same initial noise"):
         check_noise(torch.full((4,), 3), shared.noise_ids, same_initial_noise=False)
     check_noise(torch.arange(4), shared.noise_ids[[0, 0, 0, 0]], same_initial_noise=False)
-
-
-def test_sigmas_of_another_schedule_change_nothing_but_the_steps():
-    policy = ToyPolicy()
-    conditions = group(3, 2)
-    longer = whole(policy, conditions, window=(1,), sigmas=flow_sigmas(9, 5.0))
-    assert torch.equal(longer.noise_ids[:, 0], whole(policy, conditions, window=(1,)).noise_ids[:, 0])

@@ -35,7 +35,7 @@ def test_samples_of_several_rounds_come_out_in_the_order_of_the_placement():
     assert chosen.placement == (tuple(range(8)),)
 
 
-def test_a_part_of_a_round_does_not_keep_the_whole_round_in_memory():
+def test_a_part_of_a_round_does_not_keep_the_whole_in_memory_and_a_sample_that_is_taken_twice_is_held_once():
     rounds = Rounds(World(), kinds_of([4], 4), local=16)
     batches, gathered = rounds.draw(0)
     pool = SamplePool(16, World())
@@ -43,11 +43,6 @@ def test_a_part_of_a_round_does_not_keep_the_whole_round_in_memory():
     ((kept, _), _) = pool._held.values()
     whole = batches[0].samples.trajectory.states
     assert kept.trajectory.states.untyped_storage().nbytes() == 2 * whole[0].nbytes
-
-
-def test_a_sample_that_is_taken_twice_is_held_once():
-    rounds = Rounds(World(), kinds_of([4], 4), local=16)
-    batches, gathered = rounds.draw(0)
     pool = SamplePool(16, World())
     pool.add(*held(batches), gathered, range(16))
     chosen, _ = pool.take(place([0, 4, 8, 12, 0, 4, 8, 12], per_round=16, world_size=1))

@@ -60,10 +60,14 @@ def queue(reward: BrightnessReward, clock: Clock, *, overlap: bool, policy: ToyP
     return ScoringQueue(policy or ToyPolicy(), rewards, clock, World(), overlap=overlap).open()
 
 
-def test_videos_are_fp32_on_the_cpu_without_gradient():
+def test_videos_are_fp32_on_the_cpu_without_gradient_and_refused_in_another_size_than_the_source_s():
     videos = decode(ToyPolicy(), group(3, 3), torch.zeros(3, *SHAPE, requires_grad=True))
     assert videos.shape == (3, 3, FRAMES, 2, 2)
     assert (videos.dtype, videos.device.type, videos.requires_grad) == (torch.float32, "cpu", False)
+    short = ToyPolicy()
+    short.decode = lambda latents: ToyPolicy.decode(short, latents)[:, :, :4]
+    with pytest.raises(ValueError, match=r"\(4, 3, 4, 2, 2\), the conditions ask for \(4, 3, 5, 2, 2\)"):
+        decode(short, group(3, 4), torch.zeros(4, *SHAPE))
 
 
 def test_a_batch_without_enough_memory_is_decoded_in_halves(caplog):
@@ -74,15 +78,6 @@ def test_a_batch_without_enough_memory_is_decoded_in_halves(caplog):
     assert "decoding them in halves" in caplog.text
     with pytest.raises(RuntimeError, match=r"decoding one video .*3 GiB; pass --config.model.vae_tiling=true"):
         decode(Narrow(0), conditions, latents)
-
-
-def test_videos_of_another_size_than_the_source_are_refused():
-    class Short(ToyPolicy):
-        def decode(self, latents):
-            return super().decode(latents)[:, :, :4]
-
-    with pytest.raises(ValueError, match=r"\(4, 3, 4, 2, 2\), the conditions ask for \(4, 3, 5, 2, 2\)"):
-        decode(Short(), group(3, 4), torch.zeros(4, *SHAPE))
 
 
 def test_a_failed_reward_is_masked_and_never_a_score():
@@ -164,7 +159,6 @@ def test_after_an_error_elsewhere_nothing_more_is_measured():
 
 
 def shared_scores(world: World, rows: int):
-    """Return what this rank of two with the same samples goes on with, and what it has measured itself."""
     world, _ = share_samples(world, 2, CPU)
     watching, clock = Watching(), Clock(CPU)
     watching.broken = [(3, 1)]

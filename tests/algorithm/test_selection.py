@@ -34,7 +34,6 @@ def a_round(number: int, valid: int, *, target=TARGET, k=K, incomplete=0, draw=N
 
 
 def outcome(valid_per_round, policy="fallback_original", **changes) -> tuple[Decision, int]:
-    """Return the last decision and how many resamples it took."""
     rounds: list[list[SampleGroup]] = []
     for number, valid in enumerate(valid_per_round):
         rounds.append(a_round(number, valid))
@@ -135,7 +134,6 @@ def test_nothing_moves_where_every_rank_holds_a_copy_of_every_group():
 @pytest.mark.parametrize(("world", "local", "k"), [(2, 8, 4), (4, 16, 4), (8, 4, 4), (4, 16, 8), (3, 4, 6)])
 @pytest.mark.parametrize("policy", ["fallback_original", "pad", "rebalance", "fill_flat"])
 def test_any_pattern_of_validity_gives_equal_sizes_whole_groups_and_no_duplicates(world, local, k, policy):
-    """Over random patterns; every rank computes this from the same facts."""
     draw = random.Random(f"{world} {local} {k} {policy}")
     target = world * local
     for _ in range(60):
@@ -164,21 +162,15 @@ def test_any_pattern_of_validity_gives_equal_sizes_whole_groups_and_no_duplicate
         assert all(source == row % target // local for row, source, _ in placed.moves)
 
 
-def test_groups_are_found_whatever_the_order_of_their_copies():
+def test_groups_are_found_whatever_the_order_of_their_copies_and_an_incomplete_one_is_not_taken_for_flat():
     gids, slots = torch.tensor([7, 3, 7, 3, 9, 9]), torch.tensor([1, 0, 0, 1, 1, 0])
-    flat, incomplete = torch.tensor([False, True, False]), torch.tensor([True, False, False])
+    flat, incomplete = torch.tensor([True, True, False]), torch.tensor([True, False, False])
     found = groups_of(gids, slots, flat=flat, incomplete=incomplete, first_row=100)
     assert found == (
         SampleGroup(3, (101, 103), "incomplete"),
         SampleGroup(7, (102, 100), "flat"),
         SampleGroup(9, (105, 104), "valid"),
     )
-
-
-def test_an_incomplete_group_is_not_taken_for_a_flat_one():
-    both = torch.tensor([True])
-    (group,) = groups_of(torch.tensor([1, 1]), torch.tensor([0, 1]), flat=both, incomplete=both, first_row=0)
-    assert group.kind == "incomplete"
 
 
 def test_every_epoch_pads_with_other_groups():

@@ -27,18 +27,9 @@ def test_every_group_has_one_owner_that_holds_a_copy_and_the_load_is_even():
 
 
 def collected(world: World, layout: str, size: int, share: bool) -> tuple[Samples, int]:
-    """Return a rank's samples of one round, and how many rows its policy was called with."""
     policy = ToyPolicy()
-    sampling = collector(
-        world,
-        policy,
-        debug=False,
-        layout=layout,
-        train_batch_size=size,
-        num_batches_per_epoch=8 // size,
-        same_initial_noise=True,
-        share_prefix=share,
-    )
+    changes = {"layout": layout, "train_batch_size": size, "num_batches_per_epoch": 8 // size, "share_prefix": share}
+    sampling = collector(world, policy, debug=False, same_initial_noise=True, **changes)
     (batch,) = sampling.collect(Clock(torch.device("cpu")))
     return batch.samples, sum(rows for rows, *_ in policy.calls)
 

@@ -32,7 +32,6 @@ def test_the_best_and_the_worst_of_every_group_with_a_signal_are_taken():
 
 
 def _narrowed(world: World, layout: str, valid: int) -> tuple[TrainingBatch, int, torch.Tensor]:
-    """Return a rank's training batch of a round in which `valid` of its groups carry a signal."""
     local, groups = 8, 8 * world.data.size // 4
     rounds = Rounds(world, kinds_of([valid], groups), local=local, layout=layout)
     batches, gathered = rounds.draw(0)

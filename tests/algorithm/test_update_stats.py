@@ -29,9 +29,8 @@ def terms(ratio: list[float], loss: float) -> LossTerms:
 def _two_unlike_ranks(world: World) -> dict[str, float]:
     stats = UpdateStats()
     ratios = [[1.0, 1.2], [0.9]][world.data.rank]
-    stats.add(
-        terms(ratios, loss=2.0), torch.full((len(ratios),), 1 / 3), torch.full((len(ratios),), -0.1 * world.data.rank)
-    )
+    ones = torch.ones(len(ratios))
+    stats.add(terms(ratios, loss=2.0), ones / 3, -0.1 * world.data.rank * ones)
     stats.stepped(torch.tensor(4.0), 10.0)
     return gather_stats(stats, world)
 
