@@ -35,9 +35,7 @@ def save(folder: Path, step: int, world: World = ALONE, keep: int = 3, identity:
     return saving.begin(folder, step, state=state, per_rank=mine, identity=identity, world=world, keep=keep).wait()
 
 
-def load_latest(
-    folder: Path, identity: dict[str, str] = IDENTITY, world: World = ALONE
-) -> checkpoint.Checkpoint | None:
+def load_latest(folder: Path, identity=IDENTITY, world: World = ALONE) -> checkpoint.Checkpoint | None:
     path = resume.latest(folder, world=world)
     return None if path is None else checkpoint.load(path, identity=identity, world=world)
 
@@ -123,9 +121,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("text", "damage"), DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_loaded(
-    text: str, damage: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_loaded(text, damage, tmp_path, caplog):
     save(tmp_path, 1)
     damaged = save(tmp_path, 2)
     damage(damaged)
@@ -160,9 +156,7 @@ def test_repaired_data_files_are_a_warning_only(tmp_path: Path, caplog: pytest.L
     assert "checkpoint_000001 was saved with data files of other sizes" in caplog.text
 
 
-def test_a_process_killed_while_replacing_a_checkpoint_leaves_the_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_killed_while_replacing_a_checkpoint_leaves_the_new_one(tmp_path, monkeypatch):
     save(tmp_path, 1)
     rename, killed = os.rename, ConnectionAbortedError("killed")
 
@@ -181,9 +175,7 @@ def test_a_process_killed_while_replacing_a_checkpoint_leaves_the_new_one(
     assert loaded is not None and loaded.state == {"new": 1} and names(tmp_path) == ["checkpoint_000001"]
 
 
-def test_a_replaced_checkpoint_is_restored_if_the_new_one_cannot_be_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replaced_checkpoint_is_restored_if_the_new_one_cannot_be_published(tmp_path, monkeypatch):
     save(tmp_path, 1)
     rename = os.rename
 
@@ -199,9 +191,7 @@ def test_a_replaced_checkpoint_is_restored_if_the_new_one_cannot_be_published(
     assert "weights" in load_latest(tmp_path).state
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning_only(tmp_path, monkeypatch, caplog):
     def busy(path: Path, **_: object) -> None:
         raise OSError(errno.ENOTEMPTY, "Directory not empty")
 
@@ -213,9 +203,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning_only(
     assert caplog.text.count("cannot be removed") == 2
 
 
-def test_a_full_disk_publishes_nothing_and_keeps_the_previous_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_publishes_nothing_and_keeps_the_previous_checkpoint(tmp_path, monkeypatch):
     save(tmp_path, 1)
 
     def full(_path: Path) -> None:
@@ -229,9 +217,7 @@ def test_a_full_disk_publishes_nothing_and_keeps_the_previous_checkpoint(
     assert loaded is not None and loaded.step == 1
 
 
-def test_the_manifest_is_written_last_and_all_files_are_flushed_before_the_rename(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_manifest_is_written_last_and_all_files_are_flushed_before_the_rename(tmp_path, monkeypatch):
     events: list[str] = []
     fsync, rename = state_files.fsync, os.rename
 
@@ -270,15 +256,11 @@ def test_what_is_saved_is_the_state_as_it_was_however_late_it_is_written(tmp_pat
     go_on.set()
     loaded = checkpoint.load(begun.wait(), identity=IDENTITY, world=ALONE)
     assert loaded.state["losses"] == [1.0] and torch.equal(loaded.state["weights"], torch.zeros(3))
-    assert {path.name for path in begun.path.iterdir()} == {"manifest.json", *loaded_files(begun.path)}
-
-
-def loaded_files(path: Path) -> set[str]:
-    return set(json.loads((path / "manifest.json").read_text())["files"])
+    listed = json.loads((begun.path / "manifest.json").read_text())["files"]
+    assert {path.name for path in begun.path.iterdir()} == {"manifest.json", *listed}
 
 
 def begin_and_look(world: World, folder: Path) -> bool:
-    """Return whether the checkpoint is published although no rank waits for it."""
     mine = {"rng": torch.tensor([world.data.rank])}
     begun = saving.begin(folder, 1, state={}, per_rank=mine, identity=IDENTITY, world=world, keep=1)
     begun.published.result(20)
@@ -290,9 +272,7 @@ def begin_and_look(world: World, folder: Path) -> bool:
 
 @pytest.mark.parametrize("step", ["write", "publish"])
 @pytest.mark.parametrize("error", [None, OSError(errno.ENOSPC, "No space left on device")])
-def test_after_an_error_a_checkpoint_is_awaited_unless_it_cannot_be_written(
-    tmp_path, monkeypatch, caplog, step, error
-) -> None:
+def test_after_an_error_a_checkpoint_is_awaited_unless_it_cannot_be_written(tmp_path, monkeypatch, caplog, step, error):
     save(tmp_path, 1, ALONE)  # is replaced: that the folder exists says nothing
     before = (tmp_path / "checkpoint_000001").stat().st_ino
     owner, name = (state_files, "write") if step == "write" else (saving, "_publish")
@@ -315,7 +295,6 @@ def test_after_an_error_a_checkpoint_is_awaited_unless_it_cannot_be_written(
 
 
 def linger_and_look(world: World, folder: Path) -> bool:
-    """Return whether the slow checkpoint is published when a rank has waited for it alone."""
     write = saving._publish
 
     def slowly(*args) -> None:
@@ -342,7 +321,6 @@ def save_on_all(world: World, folder: Path, unpicklable_rank: int | None) -> str
     save(folder, 1, world)
     if unpicklable_rank is None:
         loaded = load_latest(folder, world=world)
-        assert loaded is not None and loaded.per_rank is not None
         return f"{loaded.path.name} {loaded.world_size} {loaded.per_rank['rng'].tolist()}"
     mine = {"rng": object() if world.data.rank == unpicklable_rank else 0}
     with pytest.raises(RuntimeError) as caught:
@@ -386,7 +364,6 @@ def test_killing_a_process_while_it_saves_leaves_a_checkpoint_that_loads(seed: i
         while newest(tmp_path) == before and process.is_alive():
             time.sleep(0.002)
         time.sleep(delay.uniform(0.0, 0.05))
-        assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         assert process.exitcode == -signal.SIGKILL

@@ -53,7 +53,6 @@ def torch_npu_that_sees(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
 
 
 def run_python(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a process that finds the modules of a folder."""
     kept = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
     given = kept | {"PYTHONPATH": f"{folder}:{ROOT}"} | environment
     return subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=False)
@@ -68,11 +67,13 @@ def test_without_accelerators_the_cpu_is_taken_and_one_line_says_why_the_others_
 
 
 @pytest.mark.usefixtures("two_cuda_devices")
-def test_cuda_is_preferred_to_cpu_with_the_local_rank_as_index() -> None:
+def test_cuda_is_preferred_to_cpu_with_the_local_rank_as_index_also_where_torch_npu_sees_no_device(monkeypatch):
     os.environ["LOCAL_RANK"] = "1"
     device = device_api.resolve()
     assert device == torch.device("cuda", 1)
     assert device_api.describe(device) == "device cuda:1 (Graphics 9000); no npu: torch_npu is not installed"
+    torch_npu_that_sees(monkeypatch, 0)
+    assert device_api.resolve() == torch.device("cuda", 1)
 
 
 @pytest.mark.usefixtures("two_cuda_devices")
@@ -83,9 +84,7 @@ def test_cuda_is_preferred_to_cpu_with_the_local_rank_as_index() -> None:
         (1, "3", "3", ["1 visible (CUDA_VISIBLE_DEVICES 3)", "unset CUDA_VISIBLE_DEVICES", "LOCAL_RANK=0"]),
     ],
 )
-def test_more_local_ranks_than_devices_are_refused(
-    count: int, local_rank: str, visible: str | None, words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_local_ranks_than_devices_are_refused(count, local_rank, visible, words, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     os.environ |= {"LOCAL_RANK": local_rank} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     with pytest.raises(ValueError, match="has no cuda device") as caught:
@@ -125,9 +124,7 @@ def test_a_request_and_the_environment_override_the_order() -> None:
         ("auto", "tpu", ["FLOW_GRPO_DEVICE='tpu'", "auto, npu, cuda, cpu"]),
     ],
 )
-def test_an_unusable_request_is_refused_with_reason_and_way_out(
-    requested: str, environment: str, words: list[str]
-) -> None:
+def test_an_unusable_request_is_refused_with_reason_and_way_out(requested, environment, words):
     os.environ[device_api.OVERRIDE] = environment
     with pytest.raises(ValueError, match=r"device|DEVICE") as caught:
         device_api.resolve(requested)
@@ -146,14 +143,7 @@ def test_libraries_without_a_device_are_passed_over_and_say_where_to_look(monkey
         device_api.resolve("npu")
 
 
-@pytest.mark.usefixtures("two_cuda_devices")
-def test_cuda_is_taken_where_torch_npu_sees_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch_npu_that_sees(monkeypatch, 0)
-    assert device_api.resolve() == torch.device("cuda", 0)
-
-
 def installed_torch_npu(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> None:
-    """Let a folder hold a torch_npu of this code."""
     (folder / "torch_npu.py").write_text(code)
     monkeypatch.delitem(sys.modules, "torch_npu")
     monkeypatch.syspath_prepend(str(folder))
@@ -170,9 +160,7 @@ def installed_torch_npu(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str
         "TypeError('an integer is required')",
     ],
 )
-def test_a_torch_npu_that_cannot_be_loaded_is_refused_or_passed_over_in_one_line(
-    error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torch_npu_that_cannot_be_loaded_is_refused_or_passed_over_in_one_line(error, tmp_path, monkeypatch):
     installed_torch_npu(monkeypatch, tmp_path, f"raise {error}")
     why = f"torch_npu is installed but cannot be loaded ({error.split('(')[0]}: "
     with pytest.raises(ValueError, match="device='npu' was requested") as caught:
@@ -185,18 +173,14 @@ def test_a_torch_npu_that_cannot_be_loaded_is_refused_or_passed_over_in_one_line
 
 
 @pytest.mark.parametrize("seen", ["", "torch.npu.is_available = lambda: [][0]"])
-def test_a_torch_npu_that_registers_nothing_or_fails_when_asked_is_passed_over(
-    seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torch_npu_that_registers_nothing_or_fails_when_asked_is_passed_over(seen, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "npu", types.SimpleNamespace(), raising=False)
     installed_torch_npu(monkeypatch, tmp_path, f"import torch\n{seen}")
     assert device_api.resolve() == CPU
     assert "no npu: torch_npu cannot look for devices (" in device_api.describe(CPU)
 
 
-def test_the_packages_that_cann_needs_are_required_and_those_that_are_absent_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_packages_that_cann_needs_are_required_and_those_that_are_absent_are_named(tmp_path, monkeypatch):
     required = (ROOT / "requirements-npu.txt").read_text().split()
     assert set(device_api.CANN_PACKAGES) <= set(required)
     monkeypatch.setattr(device_api, "CANN_PACKAGES", {"numpy": "numpy", "some-package": "no_such_module"})
@@ -207,9 +191,7 @@ def test_the_packages_that_cann_needs_are_required_and_those_that_are_absent_are
 
 @pytest.mark.parametrize("call", [device_api.select, device_api.setup])
 @pytest.mark.parametrize("error", [RuntimeError("initialize:\n error code is 500001"), AttributeError("_C")])
-def test_a_device_that_does_not_start_is_refused_in_one_line(
-    call: Callable[[torch.device], None], error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_does_not_start_is_refused_in_one_line(call, error, monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", mock.Mock(side_effect=error))
     with pytest.raises(ValueError, match="cuda:0 cannot be started") as caught:
         call(torch.device("cuda", 0))
@@ -232,9 +214,7 @@ def test_chips_before_the_910b_have_no_fused_attention(chip: str, fused: bool, m
 
 
 @pytest.mark.parametrize(("users_choice", "loaded"), [(None, "False"), ("1", "True")])
-def test_torch_loads_a_plug_in_by_itself_only_if_the_user_says_so(
-    tmp_path: Path, users_choice: str | None, loaded: str
-) -> None:
+def test_torch_loads_a_plug_in_by_itself_only_if_the_user_says_so(tmp_path, users_choice, loaded):
     (tmp_path / "torch_npu.py").write_text("def _autoload(): ...")  # shadows an installed one, which torch loads, too
     (tmp_path / "plugged.py").write_text("def autoload(): ...")
     (tmp_path / "plugged-1.0.dist-info").mkdir()
@@ -278,7 +258,7 @@ def test_environment_defaults_never_override_the_user(monkeypatch: pytest.Monkey
     assert may_be_set <= set(device_api.NPU_VARIABLES)
 
 
-def test_every_function_works_on_the_cpu() -> None:
+def test_every_function_works_on_the_cpu(tmp_path: Path) -> None:
     device_api.select(CPU)
     device_api.synchronize(CPU)
     device_api.empty_cache(CPU)
@@ -287,6 +267,12 @@ def test_every_function_works_on_the_cpu() -> None:
     assert device_api.accelerator_kwargs(CPU) == {"cpu": True}
     assert device_api.supports_bf16(CPU)
     assert device_api.attention_backends(CPU) == ("native", "_native_math")
+    for dtype in (torch.float32, torch.bfloat16):
+        with device_api.autocast(CPU, dtype):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
+    with device_api.profiler(CPU, tmp_path):
+        torch.ones(2).sum()
+    assert list(tmp_path.glob("*.json"))
     memory = device_api.memory(CPU)
     assert 0 < memory["allocated"] <= memory["peak"] < memory["total"]
 
@@ -303,15 +289,7 @@ def test_setup_on_the_cpu_sets_threads_and_determinism_only_if_asked() -> None:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_sets_the_dtype_of_a_product(dtype: torch.dtype) -> None:
-    with device_api.autocast(CPU, dtype):
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
-
-
-def test_a_restored_random_state_repeats_the_draws_and_another_device_s_is_skipped_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_restored_random_state_repeats_the_draws_and_another_device_s_is_skipped_with_a_warning(caplog):
     state = device_api.rng_state(CPU)
     first = torch.rand(3)
     for foreign in ({}, {"npu": torch.zeros(16, dtype=torch.uint8)}):
@@ -321,15 +299,7 @@ def test_a_restored_random_state_repeats_the_draws_and_another_device_s_is_skipp
         assert ("this run is on cpu" in caplog.text) == bool(foreign)
 
 
-def test_the_profiler_writes_a_trace(tmp_path: Path) -> None:
-    with device_api.profiler(CPU, tmp_path):
-        torch.ones(2).sum()
-    assert list(tmp_path.glob("*.json"))
-
-
 class RecordingNpu:
-    """A `torch.npu` that returns fixed answers and records its calls."""
-
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.config = types.SimpleNamespace(allow_internal_format=True)
@@ -461,8 +431,6 @@ def test_the_npus_module_is_called_for_this_ranks_device(npu: dict[str, Any]) ->
 
 
 class Moved(torch.nn.Linear):
-    """Records where it was moved."""
-
     def __init__(self) -> None:
         super().__init__(1, 1)
         self.places: list[str] = []

@@ -86,7 +86,6 @@ def test_rows_that_cannot_be_exchanged_are_refused_on_every_rank(case, words):
 
 
 def _statuses_in_the_exchange(world: World) -> list[str]:
-    """Return what the watchdog publishes of this rank while the rows are on their way, and afterwards."""
     store, statuses, exchange = dist.HashStore(), [], dist.all_to_all_single
     monitor = Monitor(store, world.data.rank, world.data.size, dead_s=60, silent_s=60, now=0.0)
 

@@ -51,12 +51,7 @@ def gather_of_each_dtype(world: World) -> list[torch.Tensor]:
     rows = torch.arange(4).view(2, 2) + 10 * world.data.rank
     gathered = [world.data.all_gather(rows.to(dtype)) for dtype in DTYPES]
     odd = torch.tensor([float("nan"), float("inf"), -0.0])[: 3 * world.data.rank or 3]
-    return [
-        *gathered,
-        world.data.all_gather(odd),
-        world.data.all_gather(rows.T),
-        world.data.all_gather(torch.empty(0, 5)),
-    ]
+    return gathered + [world.data.all_gather(other) for other in (odd, rows.T, torch.empty(0, 5))]
 
 
 def test_all_gather_returns_the_rows_of_all_ranks_in_rank_order() -> None:
@@ -151,8 +146,6 @@ def test_bad_input_is_raised_as_such_on_every_rank_unless_a_rank_fails_otherwise
 
 
 class RecordingHeartbeat:
-    """Records what it was asked to publish."""
-
     phase = "sampling"
 
     def __init__(self) -> None:
@@ -175,7 +168,6 @@ class RecordingHeartbeat:
 
 
 def rank_1_of_2(monkeypatch: pytest.MonkeyPatch, *, peer_comes: bool) -> World:
-    """Return a rank whose peer comes to a collective, or has exited."""
 
     def all_reduce(*_: object, **__: object) -> None:
         if not peer_comes:
@@ -194,9 +186,7 @@ def rank_1_of_2(monkeypatch: pytest.MonkeyPatch, *, peer_comes: bool) -> World:
         (InputError("video a is short"), True, [], "^video a is short$"),
     ],
 )
-def test_an_error_is_published_while_the_peers_are_waited_for(
-    error, peer_comes, published, raised, monkeypatch
-) -> None:
+def test_an_error_is_published_while_the_peers_are_waited_for(error, peer_comes, published, raised, monkeypatch):
     world = rank_1_of_2(monkeypatch, peer_comes=peer_comes)
     with pytest.raises((InputError, RankError), match=raised), world.sync_errors("update"):
         raise error
@@ -244,11 +234,8 @@ def test_a_rank_that_fails_at_start_up_ends_its_peers_with_its_name() -> None:
         for rank in ("0", "1"):
             environment = os.environ | given | {"RANK": rank, "LOCAL_RANK": rank}
             command = [sys.executable, "-c", FAILS_AT_START]
-            started.append(
-                stack.enter_context(
-                    subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-                )
-            )
+            process = subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+            started.append(stack.enter_context(process))
             stack.callback(started[-1].kill)
         said = [rank.communicate()[1] for rank in started]
     assert [rank.returncode for rank in started] == [1, 1]
@@ -296,7 +283,6 @@ def test_an_error_of_a_single_process_is_raised_unchanged_and_ends_its_watchdog(
 
 def group_facts(world: World) -> tuple[bool, str, float, float, str]:
     default, control = dist.group.WORLD, world.all.gloo
-    assert default is not None and control is not None
     timeouts = [group._get_backend(CPU).options._timeout.total_seconds() for group in (default, control)]
     interface = os.environ["GLOO_SOCKET_IFNAME"]
     return default is not control, dist.get_backend(control), timeouts[0], timeouts[1], interface

@@ -11,7 +11,6 @@ from flow_grpo.runtime.ranks.rendezvous import STARTED, join_attempt
 
 
 def attempt(store: dist.Store, world_size: int) -> list[tuple[str, bool]]:
-    """Let all ranks join, the last one first."""
     with ThreadPoolExecutor(world_size) as threads:
         ranks = [threads.submit(join_attempt, store, rank, world_size, 60) for rank in reversed(range(world_size))]
         return [rank.result() for rank in ranks]

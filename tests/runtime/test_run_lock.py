@@ -39,9 +39,7 @@ def test_a_second_process_is_refused_with_the_holders_name_until_the_first_is_ki
     RunLock(tmp_path / "run").take()
 
 
-def test_without_file_system_locks_the_run_continues_with_a_warning_and_is_found_by_its_lock_file(
-    tmp_path, monkeypatch, caplog
-):
+def test_without_file_system_locks_the_run_continues_with_a_warning_and_its_lock_file(tmp_path, monkeypatch, caplog):
     def unsupported(self):
         raise OSError(errno.ENOLCK, "No locks available")
 

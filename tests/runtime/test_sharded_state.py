@@ -40,7 +40,6 @@ def a_run(world: World, mode: str, kind: str) -> tuple[RunState, object]:
 
 
 def step(state: RunState, policy, world: World) -> None:
-    """Learn from one sample, the same on every rank."""
     encoded, arguments = policy.encode([condition(0)]), noisy(policy, [condition(0)])
     with averaging_gradients(policy.module, now=True):
         policy.velocity(*arguments, encoded).square().mean().backward()

@@ -98,17 +98,26 @@ def test_two_ranks_train_to_the_numbers_of_one(kind, mode, dtype):
     assert len({round(norm, 3) for norm in norms}) == 3  # the weights moved, and the rollouts between saw it
 
 
-def shares_of_shards(world: World) -> list[tuple[int, int]]:
+def shards(world: World) -> tuple[list[tuple[int, int]], list[bool]]:
     policy = made("full")
     policy.module = parallelize(policy.module, "fsdp2", CPU, world)
-    return [(local(p).numel(), p.numel()) for p in unwrap(policy.module).parameters()]
+    shares = [(local(p).numel(), p.numel()) for p in unwrap(policy.module).parameters()]
+    found = []
+    for parameter in policy.trained_parameters():
+        values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+        part = part_like(values, parameter)
+        found.append(local(part).shape == local(parameter).shape and torch.equal(whole(part), values))
+    return shares, found
 
 
-def test_each_rank_holds_only_its_shard():
-    shares = run_ranks(shares_of_shards, 2)
+def test_each_rank_holds_only_its_shard_and_full_values_are_sharded_like_the_parameter():
+    shares, found = zip(*run_ranks(shards, 2), strict=True)
     assert all(sum(rank[n][0] for rank in shares) == shares[0][n][1] for n in range(len(shares[0])))
     held = [sum(own for own, _ in rank) / sum(total for _, total in rank) for rank in shares]
     assert max(held) < 0.6
+    assert all(map(all, found))
+    plain = torch.nn.Parameter(torch.zeros(3))
+    assert torch.equal(part_like(torch.ones(3, dtype=torch.float64), plain), torch.ones(3))
 
 
 def reference_under_shards(world: World, mode: str, offload: bool) -> list[bool]:
@@ -133,24 +142,6 @@ def reference_under_shards(world: World, mode: str, offload: bool) -> list[bool]
 @pytest.mark.parametrize(("mode", "offload"), [("lora", False), ("attention", False), ("attention", True)])
 def test_the_reference_policy_does_not_change_under_fsdp2(mode, offload):
     assert run_ranks(reference_under_shards, 2, mode, offload) == [[True] * 4] * 2
-
-
-def parts_of_values(world: World) -> list[bool]:
-    policy = made("full")
-    policy.module = parallelize(policy.module, "fsdp2", CPU, world)
-    found = []
-    for parameter in policy.trained_parameters():
-        values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-        part = part_like(values, parameter)
-        found.append(local(part).shape == local(parameter).shape and torch.equal(whole(part), values))
-    return found
-
-
-def test_full_values_are_sharded_like_the_parameter():
-    for found in run_ranks(parts_of_values, 2):
-        assert all(found)
-    plain = torch.nn.Parameter(torch.zeros(3))
-    assert torch.equal(part_like(torch.ones(3, dtype=torch.float64), plain), torch.ones(3))
 
 
 def calls_counted(world: World, kind: str) -> list[int]:

@@ -12,8 +12,6 @@ from flow_grpo.runtime.tensor_store import TensorStore, content_key, files_key, 
 
 
 class Maker:
-    """Counts how often it is asked."""
-
     def __init__(self, value: float = 1.0) -> None:
         self.value, self.calls = value, 0
 
@@ -62,13 +60,7 @@ def test_a_damaged_entry_is_computed_again_with_a_warning(tmp_path, harm, caplog
     assert TensorStore(tmp_path).has("x", "a")
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_with_the_way_out(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"cannot be written .* --config.model.encodings"):
-        TensorStore(tmp_path / "file").get("x", "a", Maker())
-
-
-def test_a_failed_write_leaves_no_file(tmp_path, monkeypatch):
+def test_a_failed_write_is_an_error_with_the_way_out_and_leaves_no_file(tmp_path, monkeypatch):
     def fail(tensors, path, metadata):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
@@ -77,6 +69,9 @@ def test_a_failed_write_leaves_no_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         TensorStore(tmp_path).get("x", "a", Maker())
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"cannot be written .* --config.model.encodings"):
+        TensorStore(tmp_path / "file").get("x", "a", Maker())
 
 
 def test_content_keys_tell_values_shapes_and_types_apart():

@@ -111,8 +111,6 @@ def test_a_store_that_does_not_answer_ends_the_rank():
 
 
 class Ending(Heartbeat):
-    """A heartbeat that records the problem instead of ending the process."""
-
     def __init__(self, *args, **settings):
         self.problem, self.ended = "", threading.Event()
         super().__init__(*args, silent_s=SILENT_S, **settings)
