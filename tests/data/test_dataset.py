@@ -18,8 +18,6 @@ from flow_grpo.records import Condition
 
 
 class Two(VideoDataset):
-    """Two conditions of one file."""
-
     def __init__(self, file: Path) -> None:
         self.file = file
 

@@ -27,8 +27,6 @@ EIGHT_DEVICES = {"batch_size": 2, "k": 4, "num_replicas": 8, "seed": 42}  # the 
 
 
 class Echo(Dataset[SampleKey]):
-    """A dataset whose items are the keys themselves."""
-
     def __init__(self, size: int = 100) -> None:
         self.size = size
 
@@ -306,7 +304,6 @@ def test_numbers_that_do_not_fit_are_refused(changes, text):
 
 
 def repeats(n: int, epochs: int) -> bool:
-    """Return whether one of the first epochs draws a condition twice."""
     sampler = make(n)
     steps = [[index for _, _, slot, index in flat(sampler.plan(step)) if slot == 0] for step in range(2 * epochs)]
     drawn = [steps[2 * epoch] + steps[2 * epoch + 1] for epoch in range(epochs)]

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from flow_grpo.data.camera_files import read_cameras
-from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.multicam import MultiCamDataset, Scene, check_disjoint, find_scenes, fitted_intrinsics
 from flow_grpo.data.video_io import fit_video
-from flow_grpo.maths.poses import relative
+from flow_grpo.maths.poses import relative, rotation_matrix
 from flow_grpo.records import Condition
 from flow_grpo.runtime.video_file import write_video
 from tests.data.cases import clip, refusal
@@ -70,7 +68,6 @@ def original(tmp_path_factory):
 
 @pytest.fixture
 def root(original, tmp_path):
-    """Return a copy that a test may break."""
     return Path(shutil.copytree(original, tmp_path / "world"))
 
 
@@ -219,20 +216,6 @@ def test_intrinsics_fit_the_pixels_of_a_resized_and_cropped_video(size, height, 
         old_y = (row + 0.5 - cy) / fy * focal + rows / 2
         assert fitted[0, row, column].item() == pytest.approx(2.5 * old_x, abs=1.6)
         assert fitted[1, row, column].item() == pytest.approx(2.5 * old_y, abs=1.6)
-
-
-@pytest.mark.parametrize("workers", [2])
-def test_a_loader_delivers_labelled_copies_of_what_the_sampler_drew(original, workers):
-    dataset = open_split(original)
-    sampler = DistributedKRepeatSampler(dataset, 4, 2, 1, 0, 7)
-    batches = iter(DataLoader(dataset, batch_sampler=sampler, collate_fn=list, num_workers=workers))
-    for step in range(3):
-        batch = next(batches)
-        assert [(tag, c.gid, c.slot, c.index) for tag, c in batch] == sampler.plan(step)[0]
-        sampler.check(batch[0][0])
-        assert torch.equal(batch[0][1].target_video, batch[2][1].target_video)
-        assert batch[0][1].scene == batch[2][1].scene
-    assert sampler.state_dict()["fingerprint"] == dataset.fingerprint()
 
 
 def test_the_fingerprint_hashes_names_and_the_contents_sizes_but_neither_the_root(original, root):
@@ -433,19 +416,13 @@ def test_the_page_s_conversion_of_opencv_poses_is_read_back_as_they_were(tmp_pat
     (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     given: dict[str, Any] = {}
     exec(code, given)
-    turned = rotation_about_y(torch.tensor([0.0, 20.0, 40.0], dtype=torch.float64))
+    steps = torch.arange(3, dtype=torch.float64)[:, None]
     poses = torch.eye(4, dtype=torch.float64).repeat(3, 1, 1)
-    poses[:, :3, :3], poses[:, :3, 3] = turned, torch.tensor([[0, 0, 0], [0.5, -0.2, 1], [1, -0.4, 2]])
+    poses[:, :3, :3] = rotation_matrix((20 * steps * torch.tensor([0.0, 1.0, 0.0])).deg2rad())
+    poses[:, :3, 3] = steps * torch.tensor([0.5, -0.2, 1.0])
     still = poses[:1].expand(3, 4, 4)
-    given["write_cameras"](
-        tmp_path, {"left": torch.linalg.inv(poses).numpy(), "right": torch.linalg.inv(still).numpy()}
-    )
+    paths = {"left": poses, "right": still}
+    given["write_cameras"](tmp_path, {name: torch.linalg.inv(path).numpy() for name, path in paths.items()})
     found = read_cameras(tmp_path / "cameras" / "camera_extrinsics.json", ["left", "right"], 3)
     for poses_read, written in zip(found, (poses, still), strict=True):
         torch.testing.assert_close(relative(found[1][0], poses_read), relative(still[0], written), rtol=0, atol=1e-8)
-
-
-def rotation_about_y(degrees: Tensor) -> Tensor:
-    angle, zero = torch.deg2rad(degrees), torch.zeros_like(degrees)
-    rows = [angle.cos(), zero, angle.sin(), zero, zero + 1, zero, -angle.sin(), zero, angle.cos()]
-    return torch.stack(rows, dim=-1).view(-1, 3, 3)

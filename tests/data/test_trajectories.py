@@ -247,7 +247,6 @@ def test_every_pose_of_a_path_is_checked():
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return two videos, one path file and other files."""
     folder = tmp_path / "mine"
     for number, name in enumerate(("walk.mp4", "dog.mp4")):
         write_video(folder / name, clip(number, 7, 20, 30), lossless=True)

@@ -12,20 +12,17 @@ from flow_grpo.maths.advantages import ADV_NORMS, CombinedAdvantages, combine_re
 
 
 def group_advantages(rewards: Tensor, ids: Tensor, *, valid: Tensor | None = None, **settings: object) -> Tensor:
-    """Return the advantages of a single reward, all valid by default."""
     valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
     return combine_rewards({"r": rewards}, {"r": valid}, {"r": 1.0}, ids, floors={}, **settings).advantages
 
 
 def lone_winner(k: int, height: float = 1.0) -> Tensor:
-    """Return k float64 rewards: one of `height`, the rest 0."""
     rewards = torch.zeros(k, dtype=torch.float64)
     rewards[0] = height
     return rewards
 
 
 def one_group(rewards: Tensor | list[float], **settings: object) -> Tensor:
-    """Return the advantages of a single group."""
     values = torch.as_tensor(rewards, dtype=torch.float64)
     return group_advantages(values, torch.zeros(len(values), dtype=torch.int64), k=len(values), **settings)
 
@@ -33,7 +30,7 @@ def one_group(rewards: Tensor | list[float], **settings: object) -> Tensor:
 @pytest.mark.parametrize(
     ("k", "ddof", "expected"), [(4, 0, math.sqrt(3)), (4, 1, 1.5), (24, 0, math.sqrt(23)), (24, 1, 23 / math.sqrt(24))]
 )
-def test_lone_winner(k: int, ddof: int, expected: float) -> None:
+def test_lone_winner(k, ddof, expected):
     # 1.73 and 1.50 at k = 4; 4.80 and 4.70 at k = 24, so an advantage clip of 5 is not reached.
     advantages = one_group(lone_winner(k), adv_ddof=ddof)
     assert advantages[0].item() == pytest.approx(expected, rel=1e-3)
@@ -50,7 +47,7 @@ def test_noise_within_the_flat_range_is_exactly_zero_and_not_full_size(k: int, s
 
 
 @pytest.mark.parametrize("k", [2, 4, 5, 6, 8, 12, 16, 24])
-def test_a_constant_group_is_exactly_zero_without_any_tolerance(k: int) -> None:
+def test_a_constant_group_is_exactly_zero_without_any_tolerance(k):
     # The std of equal fp32 values is often above 0: 56 % of groups of 12.
     values = torch.rand(200, generator=torch.Generator().manual_seed(0)).repeat_interleave(k)
     ids = torch.arange(200).repeat_interleave(k)
@@ -58,7 +55,7 @@ def test_a_constant_group_is_exactly_zero_without_any_tolerance(k: int) -> None:
         assert (group_advantages(values, ids, k=k, flat_eps=0.0, adv_eps=eps) == 0).all()
 
 
-def test_rewards_far_from_zero_keep_their_digits() -> None:
+def test_rewards_far_from_zero_keep_their_digits():
     # One pass over sums of squares in fp32 gives a negative variance here.
     values = 100 + 0.01 * torch.tensor([1.0, -1.0, 0.5, -0.5])
     expected = one_group(0.01 * torch.tensor([1.0, -1.0, 0.5, -0.5], dtype=torch.float64))
@@ -148,14 +145,7 @@ def test_input_outside_its_bounds_is_refused(changes: dict[str, object], message
         group_advantages(**(given | changes))
 
 
-def combine(
-    rewards: dict[str, list[float]],
-    weights: dict[str, float],
-    ids: list[int],
-    k: int,
-    floors: dict[str, float] | None = None,
-    **settings: object,
-) -> CombinedAdvantages:
+def combine(rewards: dict[str, list[float]], weights, ids, k: int, floors=None, **settings) -> CombinedAdvantages:
     """Combine rewards given as lists; NaN means not valid."""
     values = {name: torch.tensor(row) for name, row in rewards.items()}
     valid = {name: row.isfinite() for name, row in values.items()}
@@ -195,7 +185,7 @@ def test_a_reward_below_its_floor_is_damped_and_not_blown_up() -> None:
     assert combined.advantages.tolist() == pytest.approx([-1 + 0.005 / 0.1, 1 - 0.005 / 0.1], rel=1e-6)
 
 
-def test_a_constant_reward_without_a_floor_adds_nothing_to_another() -> None:
+def test_a_constant_reward_without_a_floor_adds_nothing_to_another():
     # Three times 0.1 in float64 has a mean above 0.1: a rounding over its own std would be of size 1.
     values = {"a": torch.tensor([0.0, 1.0, 2.0]).double(), "b": torch.full((3,), 0.1, dtype=torch.float64)}
     valid = {name: torch.ones(3, dtype=torch.bool) for name in values}
@@ -238,9 +228,7 @@ def test_one_invalid_value_is_masked_in_its_own_reward_only() -> None:
         ([1.0, 1.0, math.nan], [math.nan] * 3, True, 0.0),  # equal values are not flat while one is missing
     ],
 )
-def test_an_incomplete_group_has_no_weight_unless_a_reward_can_be_compared(
-    a: list[float], b: list[float], incomplete: bool, weight: float
-) -> None:
+def test_an_incomplete_group_has_no_weight_unless_a_reward_can_be_compared(a, b, incomplete, weight):
     k = len(a)
     other = [0.0, 1.0, 5.0][:k]
     rewards, gids = {"a": a + other, "b": b + other}, [3] * k + [8] * k

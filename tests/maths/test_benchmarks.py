@@ -63,9 +63,8 @@ def test_a_constant_extra_rate_of_turn_has_the_rotation_error_of_the_mean_distan
     errors = path_errors(turning(0.2, frames), turning(0.5, frames))
     assert errors["rot_deg_mean"] == pytest.approx(0.3 * (frames + 1) / 3)
     assert errors["rot_deg_frame_mean"] == pytest.approx(0.3 * (frames - 1) / 2)
-    assert redirect4d_errors(turning(0.2, frames), turning(0.5, frames))["rot_err_deg_mean"] == pytest.approx(
-        0.3 * (frames - 1) / 2
-    )
+    found = redirect4d_errors(turning(0.2, frames), turning(0.5, frames))
+    assert found["rot_err_deg_mean"] == pytest.approx(0.3 * (frames - 1) / 2)
 
 
 def test_the_similarity_onto_mirrored_centres_is_the_best_rotation_and_no_reflection():

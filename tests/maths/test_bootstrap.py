@@ -32,29 +32,25 @@ def test_correlated_rows_widen_the_interval():
 
 
 def test_about_95_of_100_intervals_hold_the_true_mean():
-    hits = sum(
-        found.low <= 0 <= found.high for found in (mean_interval(draws(40, seed), range(40)) for seed in range(200))
-    )
+    intervals = [mean_interval(draws(40, seed), range(40)) for seed in range(200)]
+    hits = sum(found.low <= 0 <= found.high for found in intervals)
     assert 180 <= hits <= 198
 
 
-def test_groups_of_unequal_size_count_by_their_rows():
+def test_groups_of_unequal_size_count_by_their_rows_one_group_has_no_interval_and_no_rows_no_mean():
     found = mean_interval([1.0, 1.0, 1.0, 5.0], ["a", "a", "a", "b"])
     assert (found.mean, found.low, found.high) == (2.0, 1.0, 5.0)
     middle = mean_interval([1.0, 1.0, 1.0, 5.0], ["a", "a", "a", "b"], level=0.2)
     assert (middle.low, middle.high) == (2.0, 2.0)  # one of each: four rows, not the mean of the groups' means
+    found = mean_interval([1.0, 3.0], ["a", "a"])
+    assert found.mean == 2 and math.isnan(found.low) and math.isnan(found.high)
+    assert math.isnan(mean_interval([], []).mean)
 
 
 def test_the_level_is_that_asked_for_and_equal_rows_give_equal_intervals():
     wide, narrow = (mean_interval(draws(50), range(50), level=level) for level in (0.95, 0.5))
     assert wide.low < narrow.low < narrow.high < wide.high
     assert wide == mean_interval(draws(50), [f"source {row}" for row in range(50)])
-
-
-def test_one_group_has_no_interval_and_no_rows_have_no_mean():
-    found = mean_interval([1.0, 3.0], ["a", "a"])
-    assert found.mean == 2 and math.isnan(found.low) and math.isnan(found.high)
-    assert math.isnan(mean_interval([], []).mean)
 
 
 @pytest.mark.parametrize(

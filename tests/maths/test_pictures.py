@@ -21,22 +21,16 @@ def test_at_most_the_asked_for_columns_are_left(columns, size):
     assert shrink(torch.zeros(2, 3, 24, 32), columns).shape == (2, 3, *size)
 
 
-def test_the_border_is_replicated():
+def test_blur_spreads_a_point_by_sigma_equally_in_rows_and_columns_and_replicates_the_border():
     assert torch.allclose(blur(torch.full((1, 3, 5, 7), 0.4), 2.0), torch.full((1, 3, 5, 7), 0.4))
     row = torch.zeros(1, 1, 1, 9)
     row[..., 0] = 1
     spread = blur(row, 1.0)[0, 0, 0]
     assert spread[0] > 0.69 and spread[-1] == 0  # 0.4 of its own and 0.3 that would fall outside
-
-
-def test_blur_spreads_a_point_by_sigma():
     spread = blur_matrix(41, 3.0)[20]
     place = torch.arange(41.0) - 20
     assert spread.sum().item() == pytest.approx(1.0)
     assert (spread * place.square()).sum().sqrt().item() == pytest.approx(3.0, rel=0.02)
-
-
-def test_rows_and_columns_are_blurred_equally():
     point = torch.zeros(1, 1, 21, 21)
     point[..., 10, 10] = 1
     spread = blur(point, 1.5)

@@ -251,7 +251,7 @@ def test_translation_and_cammc_by_hand() -> None:
         assert measure(commanded.float(), estimated.float()).dtype == torch.float64
 
 
-def test_aligned_translation_error_by_hand() -> None:
+def test_aligned_translation_error_by_hand():
     # Best scale 10/14 about the means; residuals 8/14, 10/14, 2/14; the commanded cameras span 4.
     assert p.trans_sim3_rel(on_x([0, 2, 4]), on_x([0, 1, 5])).item() == pytest.approx(20 / 14 / 3 / 4)
     commanded, slow = (p.preset_path("arc_left", 21, translation_scale=scale) for scale in (1.0, 0.5))
@@ -264,9 +264,8 @@ def test_aligned_error_is_undefined_without_a_baseline_or_with_two_frames() -> N
     wander = p.preset_path("arc_left", 9)
     for name in ZERO_BASELINE:
         assert p.trans_sim3_rel(p.preset_path(name, 9), wander).isnan()
-    assert (
-        p.trans_sim3_rel(wander[:2], wander[:2]).isnan() and p.trans_sim3_rel(on_x([0, 1e-9, 0]), on_x([1] * 3)).isnan()
-    )
+    assert p.trans_sim3_rel(wander[:2], wander[:2]).isnan()
+    assert p.trans_sim3_rel(on_x([0, 1e-9, 0]), on_x([1] * 3)).isnan()
     both = torch.stack([wander, p.preset_path("pan_left", 9)])
     assert p.trans_sim3_rel(both, wander.expand(2, 9, 4, 4)).isnan().tolist() == [False, True]
 
@@ -294,12 +293,7 @@ def test_umeyama_recovers_random_similarities() -> None:
     assert torch.allclose(found.apply(source), target, atol=1e-12)
 
 
-def test_umeyama_refuses_reflections_also_on_straight_paths() -> None:
-    source = torch.randn(8, 3, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
-    mirrored = source * torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64)
-    found = p.umeyama(mirrored, source)
-    assert torch.linalg.det(found.rotation).item() == pytest.approx(1)
-    assert (mirrored - found.apply(source)).norm() > 0.5
+def test_umeyama_refuses_reflections_on_straight_paths_too() -> None:  # of others: test_benchmarks.py
     straight = p.umeyama(on_x([0, 2, 4])[:, :3, 3], p.preset_path("zoom_in", 3)[:, :3, 3])
     assert torch.linalg.det(straight.rotation).item() == pytest.approx(1)
     assert straight.scale.item() == pytest.approx(4 / 1.988)

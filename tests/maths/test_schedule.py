@@ -76,7 +76,7 @@ def test_weights_have_mean_one_over_the_trained_steps_and_are_zero_elsewhere(kin
     assert weights[[0, *range(6, 16)]].tolist() == [0.0] * 11
 
 
-def test_inverse_gain_levels_the_gain_of_the_std_that_is_really_added() -> None:
+def test_inverse_gain_levels_the_gain_of_the_std_that_is_really_added():
     # A grid that starts below 1, as UniPC's: the closed form without the std clip weighs step 0 two hundred times more.
     sigmas = flow_sigmas(10, 3.0)
     sigmas[0], sigmas[1] = 0.999999, 0.964324
@@ -88,7 +88,7 @@ def test_inverse_gain_levels_the_gain_of_the_std_that_is_really_added() -> None:
     assert weights[0] / weights[1] < 2
 
 
-def test_inverse_gain_is_the_closed_form_where_nothing_is_clipped() -> None:
+def test_inverse_gain_is_the_closed_form_where_nothing_is_clipped():
     # LongCat's sqrt(sigma / (1 - sigma)) / sqrt(delta), up to a constant.
     sigmas, steps = flow_sigmas(16, 5.0), list(range(1, 15))
     weights = step_weights("inverse_gain", sigmas, steps, kind="flow", noise_level=0.7)[steps].double()

@@ -17,9 +17,7 @@ from tests.room_films import FOCAL, HEIGHT, INTRINSICS, WIDTH, reference_pose
 def raster(softness: float = 1 / math.sqrt(12)) -> Raster:
     rays = pixel_rays(INTRINSICS, HEIGHT, WIDTH).double()
     pixels = torch.cat([FOCAL * rays[:, :2] + INTRINSICS[2:], rays[:, 2:]], dim=-1)
-    unproject = torch.tensor(
-        [[1 / FOCAL, 0, -WIDTH / 2 / FOCAL], [0, 1 / FOCAL, -HEIGHT / 2 / FOCAL], [0, 0, 1]], dtype=torch.float64
-    )
+    unproject = torch.tensor([[1.0, 0, -WIDTH / 2], [0, 1, -HEIGHT / 2], [0, 0, FOCAL]], dtype=torch.float64) / FOCAL
     return Raster(pixels, unproject[None], softness)
 
 
