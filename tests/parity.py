@@ -82,3 +82,12 @@ def assert_same_gradients(got, expected, bound: float):
     assert all(value.norm() > 1e-6 for value in expected.values())
     far = [name for name in got if not distance(got[name], expected[name]) < bound]  # "not <" so that NaN counts
     assert not far
+
+
+def check_gradients(model, forward: Callable[..., torch.Tensor], arguments, bound: float, *, checkpointing: bool):
+    """Assert that all gradients are those of the reference, blocks being computed again under checkpointing only."""
+    calls: list = []
+    if checkpointing:
+        with_checkpointing(model, calls)
+    assert_same_gradients(model_gradients(model, arguments), reference_gradients(model, forward, arguments), bound)
+    assert len(calls) == (2 * model.config["num_layers"] if checkpointing else 0)

@@ -26,12 +26,7 @@ LORA = ModelConfig(
     lora_full_modules=("cam_encoder",),
     checkpointing="none",
     max_prompt_tokens=8,
-    encodings="",
-    vae_tiling=False,
     vae_slicing=False,
-    offload=False,
-    attention_backend="native",
-    compile=False,
 )
 
 

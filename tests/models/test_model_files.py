@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from flow_grpo.models.files.model_files import check_component, check_json, read_checkpoint
 
+INDEX = "model.safetensors.index.json"
 STATE = {name: torch.randn(2, 3).to(torch.bfloat16) for name in ("a.weight", "blocks.0.norm2.weight", "norm22.weight")}
 
 
@@ -26,9 +27,8 @@ def sharded(folder: Path, index: str, shards: dict[str, str], state=None) -> Pat
 
 @pytest.fixture
 def component(tmp_path) -> Path:
-    """A component in two shards."""
     (tmp_path / "config.json").write_text('{"width": 3}')
-    sharded(tmp_path, "model.safetensors.index.json", {"a": "model-1.safetensors", "b": "model-2.safetensors"})
+    sharded(tmp_path, INDEX, {"a": "model-1.safetensors", "b": "model-2.safetensors"})
     return tmp_path
 
 
@@ -46,10 +46,7 @@ def truncate(file: Path) -> None:
         (lambda folder: truncate(folder / "model-1.safetensors"), "model-1.safetensors is missing or damaged"),
         (lambda folder: (folder / "model-1.safetensors").write_text("<html>" * 9), "model-1.safetensors is missing"),
         (lambda folder: [file.unlink() for file in folder.glob("model*")], "no weights in"),
-        (
-            lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../a"}}'),
-            "names the shard '../a'",
-        ),
+        (lambda folder: (folder / INDEX).write_text('{"weight_map": {"a": "../a"}}'), "names the shard '../a'"),
         (
             lambda folder: save_file({"b": torch.zeros(9, dtype=torch.int8)}, folder / "model-2.safetensors"),
             "model-2.safetensors must hold BF16, F16 or F32 only, got 1 (b: I8)",

@@ -15,15 +15,12 @@ from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.maths.schedule import flow_sigmas, tail_levels
-from flow_grpo.models.adapters import apply_training_mode
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.records import Samples
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.sampling import Sampling, SdeSettings
-from tests.models.test_adapters import LORA
-from tests.models.test_wan_policy import condition
+from tests.models.test_wan_policy import condition, policy
 from tests.pretend_device import PRETEND, OnDevice, Watch, move
-from tests.tiny_models import CPU, tiny_networks
 from tests.toy import batch_of, train_config, update_config
 
 SIGMAS = flow_sigmas(6, 3.0)
@@ -32,14 +29,7 @@ CONDITIONS = [condition(number) for number in range(4)]
 WINDOWS = [(1, 2), (2, 3), (1, 2), (3, 4)]
 
 
-def policy(**settings) -> WanPolicy:
-    parts = tiny_networks()
-    apply_training_mode(parts.transformer, dataclasses.replace(LORA, trained="lora"))
-    return WanPolicy(parts, max_prompt_tokens=6, device=CPU, **settings)
-
-
 def rolled(made: WanPolicy, *, windows=WINDOWS, tail: bool = False, record: bool = True) -> tuple[Samples, list[str]]:
-    """Return samples of the conditions, and what the program waited for."""
     tails = tail_levels(6, 3.0, 2) if tail else None
     settings = Sampling(SIGMAS, SDE, seed=3, tails=tails, record=record)
     with Watch() as watch:
@@ -64,15 +54,15 @@ def on_device(made: WanPolicy) -> WanPolicy:
     ids=str,
 )
 def test_a_rollout_waits_for_nothing(settings, options):
-    made = policy(**settings)
-    there, waits = rolled(on_device(policy(**settings)), **options)
+    made = policy(mode="lora", **settings)
+    there, waits = rolled(on_device(policy(mode="lora", **settings)), **options)
     assert waits == []
     assert isinstance(there.final_latents, OnDevice)
     torch.testing.assert_close(there.final_latents.held, rolled(made, **options)[0].final_latents, rtol=1e-4, atol=1e-5)
 
 
 def waits_of_an_update(batch_size: int, **changes) -> list[str]:
-    made = on_device(policy())
+    made = on_device(policy(mode="lora"))
     samples, _ = rolled(made)
     samples = dataclasses.replace(samples, advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]), weights=torch.ones(4))
     train = train_config(batch_size=batch_size, **changes)

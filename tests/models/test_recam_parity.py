@@ -15,6 +15,7 @@ from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
 from tests import reference_recam as reference
 from tests.parity import (
     assert_same_gradients,
+    check_gradients,
     distance,
     exact_tables,
     model_gradients,
@@ -131,14 +132,8 @@ def test_a_neutral_model_is_wan_without_a_camera(exact, kind):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_float64_gradients_of_all_parameters_agree(exact, kind, checkpointing):
-    model, calls = exact(build(kind)), []
-    if checkpointing:
-        with_checkpointing(model, calls)
-    arguments = inputs(model)
-    assert_same_gradients(
-        model_gradients(model, arguments), reference_gradients(model, reference.recam_forward, arguments), 1e-9
-    )
-    assert len(calls) == (2 * model.config["num_layers"] if checkpointing else 0)
+    model = exact(build(kind))
+    check_gradients(model, reference.recam_forward, inputs(model), 1e-9, checkpointing=checkpointing)
 
 
 def same_but_for_the_camera(model, count: int = 3):

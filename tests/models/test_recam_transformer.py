@@ -29,9 +29,8 @@ def base_config(model: ReCamTransformer3DModel) -> dict:
 
 def base_wan(model: ReCamTransformer3DModel) -> WanTransformer3DModel:
     base = WanTransformer3DModel(**base_config(model)).eval()
-    base.load_state_dict(
-        {k: v for k, v in model.state_dict().items() if "cam_encoder" not in k and "projector" not in k}
-    )
+    state = model.state_dict().items()
+    base.load_state_dict({name: v for name, v in state if "cam_encoder" not in name and "projector" not in name})
     return base
 
 

@@ -15,6 +15,7 @@ from flow_grpo.models.recam import RECAM
 from flow_grpo.models.redirector import REDIRECTOR
 from flow_grpo.models.wan_t2v import WAN_T2V
 from flow_grpo.runtime import device as device_api
+from tests.models.test_context_parallel import tiny_wan
 from tests.tiny_models import CHANNELS, tiny_redirector, tiny_transformer
 
 LATENTS = (CHANNELS, 3, 4, 6)
@@ -23,8 +24,6 @@ MODELS = {"recam": (RECAM, 2), "redirector": (REDIRECTOR, 3), "wan_t2v": (WAN_T2
 
 
 class Attentions(TorchDispatchMode):
-    """Counts how often attention is computed."""
-
     def __init__(self):
         super().__init__()
         self.count = 0
@@ -36,11 +35,7 @@ class Attentions(TorchDispatchMode):
 
 def network(kind: str):
     if kind == "wan_t2v":
-        settings = {name: value for name, value in tiny_transformer().config.items() if not name.startswith("_")}
-        del settings["camera_dim"]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return WAN_T2V.network(**settings)
+        return tiny_wan()
     return tiny_redirector() if kind == "redirector" else tiny_transformer()
 
 
@@ -77,9 +72,8 @@ def test_gradients_are_the_same_bit_for_bit_whatever_is_recomputed(kind, dtype):
 def test_attention_in_no_known_operator_is_warned_about_once(caplog):
     with caplog.at_level(logging.WARNING), sdpa_kernel(SDPBackend.MATH):
         gradients("recam", "keep_attention", torch.float32)
-    assert [record.message.partition(":")[0] for record in caplog.records] == [
-        "model.checkpointing=keep_attention finds none of its operators in a block and keeps nothing"
-    ]
+    said = "model.checkpointing=keep_attention finds none of its operators in a block and keeps nothing"
+    assert [message.partition(":")[0] for message in caplog.messages] == [said]
 
 
 def test_the_mode_can_be_changed_and_is_not_shared_between_networks():

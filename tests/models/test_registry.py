@@ -32,13 +32,12 @@ def test_a_model_of_the_user_s_own_is_served_like_those_here(tmp_path, monkeypat
 
 
 def test_an_unknown_policy_is_refused_with_those_there_are():
-    with pytest.raises(
-        ConfigError, match=r"model\.kind: got 'sora', must be one of recam, redirector, wan_t2v or FILE.py:NAME; "
-    ):
+    said = r"model\.kind: got 'sora', must be one of recam, redirector, wan_t2v or FILE.py:NAME; "
+    with pytest.raises(ConfigError, match=said):
         registry.build_policy(load_config(TINY, ["--config.model.kind=sora"]), CPU)
 
 
-def test_a_policy_may_be_a_class_of_the_user_s_own(tmp_path, monkeypatch):
+def test_a_policy_may_be_a_class_of_the_user_s_own_which_no_plan_can_be_made_of(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     others = [name for name in (*registry.METHODS, "module") if not name.endswith("_parameters")]
     methods = "".join(f"    {name} = None\n" for name in others)
@@ -49,6 +48,8 @@ def test_a_policy_may_be_a_class_of_the_user_s_own(tmp_path, monkeypatch):
     Path("my_models.py").write_text(text)
     config = load_config(TINY, ["--config.model.kind=my_models.py:MyPolicy"])
     assert registry.build_policy(config, CPU).given == (config.model, config.sample, CPU)
+    with pytest.raises(ConfigError, match=r"makes a policy of its own, .* sampled from is only a VideoModel"):
+        FakePolicy(config)
 
 
 @pytest.mark.parametrize(
@@ -64,10 +65,3 @@ def test_an_own_policy_that_is_none_is_refused(tmp_path, monkeypatch, text, mess
     Path("my_models.py").write_text(text)
     with pytest.raises(ConfigError, match=message):
         registry.build_policy(load_config(TINY, ["--config.model.kind=my_models.py:MyPolicy"]), CPU)
-
-
-def test_a_plan_of_a_policy_of_one_s_own_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("my_models.py").write_text("class MyPolicy:\n    pass\n")
-    with pytest.raises(ConfigError, match=r"makes a policy of its own, .* sampled from is only a VideoModel"):
-        FakePolicy(load_config(TINY, ["--config.model.kind=my_models.py:MyPolicy"]))

@@ -30,10 +30,8 @@ LARGE = (9, 16, 24)
 
 
 def encoded(world: World, folder: str, *, share: bool) -> tuple[dict[str, torch.Tensor], int, float]:
-    """Return what this rank's conditions are encoded to, how many videos it encoded, and the bytes it sent."""
-    made = WanPolicy(
-        tiny_networks(), max_prompt_tokens=6, device=CPU, store=TensorStore(Path(folder) if folder else None)
-    )
+    store = TensorStore(Path(folder) if folder else None)
+    made = WanPolicy(tiny_networks(), max_prompt_tokens=6, device=CPU, store=store)
     made.codec.encode = Mock(wraps=made.codec.encode)
     # Two groups that both ranks hold, in two sizes, and one that is a rank's own.
     conditions = [condition(0, slot=world.data.rank), condition(5 + world.data.rank)]
@@ -73,9 +71,8 @@ def test_what_is_shared_is_on_disk_once_and_found_there(tmp_path):
 
 def _failing(world: World) -> str:
     made = WanPolicy(tiny_networks(), max_prompt_tokens=6, device=CPU)
-    made.codec.encode = Mock(
-        side_effect=OSError("no memory") if world.data.rank == 1 else None, wraps=made.codec.encode
-    )
+    error = OSError("no memory") if world.data.rank == 1 else None
+    made.codec.encode = Mock(side_effect=error, wraps=made.codec.encode)
     conditions = [condition(0), condition(1)]
     try:
         share_encodings(made, conditions, world.all, lambda: world.sync_errors("encoding"))
@@ -89,8 +86,6 @@ def test_a_video_that_one_rank_cannot_encode_is_an_error_on_every_rank():
 
 
 class Held:
-    """Three conditions of as many videos."""
-
     def __len__(self) -> int:
         return 3
 
@@ -102,7 +97,6 @@ class Held:
 
 
 def _measured(world: World) -> tuple[int, int]:
-    """Return how many videos this rank of two with the same samples encoded, of a group and in the evaluation."""
     world, _ = share_samples(world, 2, CPU)
     made = WanPolicy(tiny_networks(), max_prompt_tokens=6, device=CPU)
     made.codec.encode = Mock(wraps=made.codec.encode)
