@@ -49,9 +49,7 @@ def test_without_a_terminal_there_is_one_plain_line_per_epoch() -> None:
     assert lines[1].startswith("epoch 10/12  ")
 
 
-def test_the_time_left_is_estimated_from_this_processs_epochs_and_ends_at_the_minutes_of_the_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_time_left_is_estimated_from_this_processs_epochs_and_ends_at_the_minutes_of_the_run(monkeypatch):
     out, clock = io.StringIO(), mock.Mock(return_value=0.0)
     monkeypatch.setattr("flow_grpo.reporting.console.time.monotonic", clock)
     progress = Progress(100, World(), finished=90, console=Console(file=out))

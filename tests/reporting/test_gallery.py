@@ -28,7 +28,6 @@ SIZE = (5, 12, 16)
 
 
 def shown(index: int = 3, **changes: object) -> Condition:
-    """Return a condition of 5 frames of 12 x 16 pixels of one colour each."""
     return dataclasses.replace(
         condition(index),
         source_video=torch.full((3, *SIZE), 0.25),
@@ -43,7 +42,6 @@ def clip_of(level: float, index: int = 3, **changes: object) -> Clip:
 
 
 def write(run: Path, *evaluations: tuple[int, list[Clip]], resumed_step: int | None = None) -> list[dict[str, object]]:
-    """Write the videos of evaluations, step 0 before training, and return the index."""
     tracker = Tracker(run, {}, (), World(), resumed_step=resumed_step)
     gallery = Gallery(tracker, run)
     for step, clips in evaluations:
@@ -53,7 +51,6 @@ def write(run: Path, *evaluations: tuple[int, list[Clip]], resumed_step: int | N
 
 
 def levels_of(run: Path, line: dict[str, object]) -> dict[str, float]:
-    """Return the mean level in [0, 1] of every panel, in a middle frame."""
     frame = list(read_frames(run / "videos" / line["file"]))[2] / 255
     return {
         box["name"]: float(frame[box["y"] : box["y"] + box["height"], box["x"] : box["x"] + box["width"]].mean())
@@ -129,7 +126,6 @@ def test_training_samples_and_a_group_s_copies_are_written_when_asked_for(tmp_pa
 
 
 def ending_in(level: float, index: int) -> Clip:
-    """Return a clip that is black but for its last frame."""
     video = torch.zeros((3, *SIZE))
     video[:, -1] = level
     return make_clip(shown(index), video, {})
@@ -163,9 +159,8 @@ def test_a_line_that_cannot_be_read_is_passed_over(tmp_path):
 def a_film(rows: int, columns: int, count: int = 2, poses: Tensor | None = None):
     panel = torch.randint(0, 256, (3, 5, rows, columns), dtype=torch.uint8)
     names = ["source", "base", "now", "true view", *(f"copy {place}" for place in range(20))][:count]
-    video, boxes = draw_labelled(
-        [Panel(name, panel, "said after it") for name in names], ["a title", "word " * 40], poses
-    )
+    panels = [Panel(name, panel, "said after it") for name in names]
+    video, boxes = draw_labelled(panels, ["a title", "word " * 40], poses)
     return panel, video, boxes
 
 

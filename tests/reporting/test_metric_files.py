@@ -90,9 +90,7 @@ def test_metrics_logged_after_their_steps_checkpoint_are_recorded_once(tmp_path:
     ]
 
 
-def test_what_is_no_record_of_metrics_is_dropped_by_line_and_the_run_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_no_record_of_metrics_is_dropped_by_line_and_the_run_goes_on(tmp_path, caplog):
     MetricFiles(tmp_path).append({"a": 1.0}, 1)
     bad = [b"\xff\xfe", b"7", b"[1]", b"null", b'{"a": 1}', b'{"step": "2"}', b'{"step": 1, "a": "x"}']
     with (tmp_path / "metrics.jsonl").open("ab") as file:

@@ -26,7 +26,6 @@ def rows(count: int) -> dict[int, dict[str, float]]:
 
 
 def drawn(data: dict[int, dict[str, float]], **given: Any) -> dict[str, Any]:
-    """Return the axes of a run's plots by their title, in order."""
     settings: dict[str, Any] = {"direction": lambda _: 0, "deciding": list} | given
     return {panel.title: axes_of(panel) for line in plots.panels_of_run(data, **settings) for panel in line}
 
@@ -126,7 +125,6 @@ def test_advantages_and_ratios_show_the_middle_of_their_distribution() -> None:
 
 
 def bounds(band: Any) -> tuple[float, float]:
-    """Return the lowest and the highest point of a filled band."""
     heights = band.get_paths()[0].vertices[:, 1]
     return float(heights.min()), float(heights.max())
 

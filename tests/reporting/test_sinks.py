@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,9 +163,8 @@ VIDEOS = {"wandb": b"ftyp", "swanlab": b"GIF89a", "trackio": b"ftyp"}
 def test_a_tracker_keeps_curves_and_media_in_the_run_s_folder_and_needs_no_network(name: str, tmp_path: Path) -> None:
     run, home = tmp_path / "run", tmp_path / "home"
     home.mkdir()
-    kept = {
-        key: value for key, value in os.environ.items() if not key.startswith(("WANDB_", "SWANLAB_", "TRACKIO_", "HF_"))
-    }
+    theirs = ("WANDB_", "SWANLAB_", "TRACKIO_", "HF_")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(theirs)}
     environment = {**kept, "HOME": str(home), "HF_TOKEN": "hf_none", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", START, name, str(run)]
     done = subprocess.run(command, check=False, env=environment, cwd=home, capture_output=True, text=True)
@@ -197,9 +197,7 @@ def test_trackio_never_meets_matplotlib_while_another_thread_is_importing_it_to_
     ("environment", "mode"),
     [({}, "offline"), ({"SWANLAB_API_KEY": "x"}, "online"), ({"SWANLAB_MODE": "local", "SWANLAB_API_KEY": "x"}, None)],
 )
-def test_swanlab_is_offline_unless_a_key_or_a_mode_is_set(
-    environment: dict[str, str], mode: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_swanlab_is_offline_unless_a_key_or_a_mode_is_set(environment, mode, tmp_path, monkeypatch):
     import swanlab  # type: ignore[import-not-found,unused-ignore]
 
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -216,13 +214,8 @@ def test_swanlab_is_offline_unless_a_key_or_a_mode_is_set(
 
 def test_trackio_writes_one_folder_a_process_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRACKIO_DIR", raising=False)
-    monkeypatch.setattr(trackio_sink.importlib, "import_module", lambda _: SimpleLibrary)
+    of_another_run = SimpleNamespace(TRACKIO_DIR=Path("/another/run/trackio"))
+    monkeypatch.setattr(trackio_sink.importlib, "import_module", lambda _: of_another_run)
     with pytest.raises(RuntimeError, match="one folder for Trackio, and this one writes to /another/run"):
         trackio_sink.Trackio(Opening(tmp_path, {}))
     assert "TRACKIO_DIR" not in os.environ
-
-
-class SimpleLibrary:
-    """Trackio, imported for another run."""
-
-    TRACKIO_DIR = Path("/another/run/trackio")

@@ -37,7 +37,6 @@ def names(folder: Path) -> list[str]:
 
 @pytest.fixture
 def video() -> torch.Tensor:
-    """Three grey frames, each brighter than the one before."""
     return torch.tensor([0, 120, 240], dtype=torch.uint8).view(1, 3, 1, 1).expand(3, 3, 16, 32)
 
 
@@ -63,9 +62,8 @@ def test_files_are_written_without_any_tracker_and_curves_at_each_evaluation(tmp
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_name_outside_the_groups_is_refused_on_every_rank(name: str, rank: int, tmp_path: Path) -> None:
     tracker = Tracker(tmp_path, CONFIG, (), World.of(Group(rank, 2)))
-    with pytest.raises(
-        ValueError, match=f"'{name}' has no known group.*<group>/<name>.*reward, reward_by_camera, policy"
-    ):
+    said = f"'{name}' has no known group.*<group>/<name>.*reward, reward_by_camera, policy"
+    with pytest.raises(ValueError, match=said):
         tracker.log({"train/fine": 1.0, name: 1.0}, 1)
     with pytest.raises(ValueError, match="has no known group"):
         tracker.log_file(name, tmp_path, print, "", 1)
@@ -126,12 +124,8 @@ def test_tensorboard_gets_scalars_videos_and_tables(tmp_path: Path, video: torch
     event = seen.Images("eval/room")[0]
     (tmp_path / "room.gif").write_bytes(event.encoded_image_string)
     with Image.open(tmp_path / "room.gif") as gif:
-        assert (event.width, event.height, gif.n_frames, gif.info["duration"]) == (
-            32,
-            16,
-            3,
-            60,
-        )  # 15 a second, in steps of 10 ms
+        assert (event.width, event.height, gif.n_frames) == (32, 16, 3)
+        assert gif.info["duration"] == 60  # 15 a second, in steps of 10 ms
         brightness = [float(np.asarray(frame.convert("L")).mean()) for frame in ImageSequence.Iterator(gif)]
     assert brightness == pytest.approx([0, 120, 240], abs=6)
     texts = {tag: seen.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in seen.Tags()["tensors"]}
@@ -149,8 +143,6 @@ def test_a_resumed_tensorboard_shows_nothing_past_the_resumed_step(tmp_path: Pat
     tracker.log({"reward/mean": 30.0}, 3)
     tracker.close()
     assert [(event.step, event.value) for event in events(tmp_path).Scalars("reward/mean")] == [(1, 1), (2, 2), (3, 30)]
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["reward/mean"] for line in lines] == [1, 2, 30]
 
 
 def checked(real: Callable[..., Any], answer: Callable[..., Any]) -> mock.Mock:
@@ -225,9 +217,7 @@ def test_wandb_gets_every_group_with_its_step_axis(tmp_path: Path, wandb: Any, c
         ({"NETRC_CONTENT": "machine example.org login user password x"}, "offline", None),
     ],
 )
-def test_wandb_is_offline_unless_a_key_or_a_mode_is_set(
-    environment: dict[str, str], mode: str | None, resume: str | None, tmp_path: Path, monkeypatch: Any, wandb: Any
-) -> None:
+def test_wandb_is_offline_unless_a_key_or_a_mode_is_set(environment, mode, resume, tmp_path, monkeypatch, wandb):
     (tmp_path / "home").mkdir()
     (tmp_path / "home/.netrc").write_text(environment.pop("NETRC_CONTENT", ""))
     (tmp_path / "home/.netrc").chmod(0o600)
@@ -247,8 +237,6 @@ def test_a_resumed_wandb_run_keeps_its_id_and_a_fresh_one_gets_another(tmp_path:
 
 
 class Failing(Tensorboard):
-    """Loses its network after it was opened."""
-
     def scalars(self, metrics: Any, step: int) -> None:
         raise ConnectionError("no route to host")
 
@@ -261,9 +249,7 @@ SINK = "flow_grpo.reporting.sinks.tensorboard.Tensorboard"
     [(mock.Mock(side_effect=OSError("no such host")), "OSError: no such host"), (Failing, "no route to host")],
     ids=["when it is opened", "when it is used"],
 )
-def test_a_tracker_that_fails_is_warned_about_once_and_stops_nothing(
-    stand_in: Any, why: str, tmp_path: Path, video: torch.Tensor, caplog: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_fails_is_warned_of_once_and_stops_nothing(stand_in, why, tmp_path, video, caplog, monkeypatch):
     monkeypatch.setattr(SINK, stand_in)
     tracker = Tracker(tmp_path, CONFIG, ("tensorboard",), ALONE)
     for step in (1, 2, 3):
@@ -276,9 +262,7 @@ def test_a_tracker_that_fails_is_warned_about_once_and_stops_nothing(
     assert "tensorboard does not get everything" in warning and why in warning
 
 
-def test_a_tracker_that_hangs_delays_neither_an_epoch_nor_a_file_nor_the_end(
-    tmp_path: Path, video: torch.Tensor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_hangs_delays_neither_an_epoch_nor_a_file_nor_the_end(tmp_path, video, caplog, monkeypatch):
     answered = threading.Event()
     monkeypatch.setattr(SINK, lambda _opening: answered.wait())
     tracker = Tracker(tmp_path, CONFIG, ("tensorboard",), ALONE)

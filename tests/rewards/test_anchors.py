@@ -147,9 +147,7 @@ def test_frames_of_the_true_view_that_the_source_does_not_show_and_views_from_el
     assert source.fault == ""
     assert source.visible.tolist() == [True, True, True, False, False]
     true, label = slowed("arc_right", FRAMES, 0.5), preset_path("arc_right", FRAMES)
-    source = make_source(
-        filmed(film("source"), source_path(FRAMES)), filmed(film("arc_right", speed=0.5), label), CAMERA
-    )
-    assert "frames of the true view" in source.fault
-    right = make_source(filmed(film("source"), source_path(FRAMES)), filmed(film("arc_right", speed=0.5), true), CAMERA)
+    source_view, slow = filmed(film("source"), source_path(FRAMES)), film("arc_right", speed=0.5)
+    assert "frames of the true view" in make_source(source_view, filmed(slow, label), CAMERA).fault
+    right = make_source(source_view, filmed(slow, true), CAMERA)
     assert right.fault == "" and right.visible.all()

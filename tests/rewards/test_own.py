@@ -32,9 +32,8 @@ def own(tmp_path, monkeypatch):
 
 
 def test_a_plain_function_is_a_reward_beside_others(own):
-    name = own(
-        "def warmth(videos, conditions):\n    return (videos[:, 0] - videos[:, 2]).double().mean((1, 2, 3))\n", "warmth"
-    )
+    body = "return (videos[:, 0] - videos[:, 2]).double().mean((1, 2, 3))"
+    name = own(f"def warmth(videos, conditions):\n    {body}\n", "warmth")
     rewards = build_reward_set({name: 1.0, "sharpness": 0.5}, data_root=".")
     result = rewards(VIDEOS, CONDITIONS)[name]
     assert torch.allclose(result.values, (VIDEOS[:, 0] - VIDEOS[:, 2]).mean((1, 2, 3)))
@@ -58,16 +57,8 @@ def test_the_examples_on_the_page_are_rewards(own, number, example, floor):
     ("text", "name", "message"),
     [
         ("def warmth(videos):\n    pass\n", "warmth", r"must take \(videos, conditions\) but takes \(videos\)"),
-        (
-            "class Warmth:\n    def __init__(self, scale):\n        pass\n",
-            "Warmth",
-            r"must take \(\) but takes \(scale\)",
-        ),
-        (
-            "class Warmth:\n    def __call__(self, videos):\n        pass\n",
-            "Warmth",
-            r"must take \(self, videos, conditions\)",
-        ),
+        ("class Warmth:\n    def __init__(self, scale): ...\n", "Warmth", r"must take \(\) but takes \(scale\)"),
+        ("class Warmth:\n    def __call__(self, videos): ...\n", "Warmth", r"must take \(self, videos, conditions\)"),
         ("", "warmth", "must name a function or class of my_rewards.py"),
     ],
 )

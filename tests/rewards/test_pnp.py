@@ -23,7 +23,6 @@ DEGRADED = ("sprite, JPEG 70", "sprite, blur, JPEG 70")
 
 @functools.cache
 def anchored(size: tuple[int, int], frames: int) -> Source:
-    """Return the source's anchors and print what they cost."""
     seen = PosedFrames(grey(film("source", size, frames)), source_path(frames).numpy(), tuple(range(frames)))
     start = time.process_time()
     source = make_source(seen, None, camera_matrix(intrinsics(size).tolist()))
@@ -33,7 +32,6 @@ def anchored(size: tuple[int, int], frames: int) -> Source:
 
 
 def found(video: Tensor) -> Located:
-    """Locate every frame of a video (3, T, h, w)."""
     source = anchored((video.shape[2], video.shape[3]), video.shape[1])
     return locate_video(grey(video), range(video.shape[1]), source.views, source.camera)
 
@@ -112,15 +110,9 @@ def test_twelve_distinct_features_are_enough_and_moving_anchors_serve_only_their
         assert np.isfinite(pose).all() == (inliers >= GATE)
         counts.append(inliers)
     assert max(counts) >= GATE and counts[GATE - 3] == 0
-    source = anchored(SMALL, FRAMES)
-    features = find_features(grey(film("source"))[0])
-    rows = slice(0, 10)
-    few = MappedView(0, source.views[0].descriptors[rows], source.views[0].xyz[rows], source.views[0].lasting[rows])
+    few = MappedView(0, view.descriptors[:10], view.xyz[:10], view.lasting[:10])
     assert np.isnan(locate(features, 0, [few] * 5, source.camera)[0]).all()
-    source = anchored(SMALL, FRAMES)
-    view = source.views[0]
     brief = MappedView(3, view.descriptors, view.xyz, np.zeros(len(view), np.bool_))
-    features = find_features(grey(film("source"))[0])
     assert np.isfinite(locate(features, 3, [brief], source.camera)[0]).all()
     assert np.isnan(locate(features, 2, [brief], source.camera)[0]).all()
 

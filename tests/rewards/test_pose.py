@@ -26,7 +26,6 @@ MEASURER = PoseMeasurer()  # one for the file: all conditions have one source
 
 
 def shot(preset: str, speed: float = 1.0) -> Tensor:
-    """Return a preset's short video, or the source's."""
     return film(preset, frames=FRAMES, speed=speed)
 
 
@@ -35,7 +34,6 @@ def asked(preset: str, **changes: object) -> Condition:
 
 
 def values(preset: str, videos: list[Tensor], measurer: PoseMeasurer = MEASURER) -> tuple[Tensor, Tensor]:
-    """Return the values of both rewards, all valid."""
     conditions = [asked(preset)] * len(videos)
     results = [reward(measurer)(torch.stack(videos), conditions) for reward in (PoseRot, PoseTrans)]
     assert all(result.valid.all() and result.causes == ("",) * len(videos) for result in results)
@@ -43,7 +41,6 @@ def values(preset: str, videos: list[Tensor], measurer: PoseMeasurer = MEASURER)
 
 
 def static(preset: str) -> Tensor:
-    """Repeat the first frame."""
     return shot(preset)[:, :1].expand(-1, FRAMES, -1, -1)
 
 
@@ -115,13 +112,6 @@ def test_faster_is_better_up_to_the_command(preset):
     assert ((rotation + translation).diff() < -0.003).all()
 
 
-@pytest.mark.parametrize("preset", some(PRESETS, "pan_right", "zoom_in", "arc_left"))
-def test_a_static_video_scores_below_the_right_path_at_half_its_speed(preset):
-    rotation, translation = values(preset, [shot(preset, speed=0.5), static(preset)])
-    for value in [rotation] * (preset in TURNS) + [translation] * (preset in MOVES) + [rotation + translation]:
-        assert value[1] < value[0] - 0.01
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_static_path_is_worse_than_every_slowed_one(preset):
     commanded = preset_path(preset, 21)
@@ -133,20 +123,6 @@ def test_a_static_path_is_worse_than_every_slowed_one(preset):
     gains = torch.tensor(scores, dtype=torch.float64).diff(dim=0)
     assert (gains[:, 0] > 1e-4).all() if preset in TURNS else gains[:, 0].abs().max() < 1e-9
     assert (gains[:, 1] > 1e-4).all() if preset in MOVES else gains[:, 1].abs().max() < 1e-9
-
-
-def test_cheats_score_below_the_right_video():
-    right = shot("arc_right")
-    cheats = {
-        "static": static("arc_right"),
-        "reversed": right.flip(1),
-        "jitter": right[:, [0, 2, 1]],
-        "copy of the source": shot("source"),
-    }
-    rotation, translation = values("arc_right", [right, *cheats.values()])
-    for row, name in enumerate(cheats, start=1):
-        assert rotation[row] < rotation[0] - 0.02, name
-        assert translation[row] < translation[0] - 0.02, name
 
 
 def test_a_copy_of_the_source_errs_by_the_distance_of_the_paths_and_the_command_is_part_of_the_measurement():
@@ -174,9 +150,8 @@ def test_poses_may_be_given_in_any_reference():
     other = slowed("arc_left", 2, 0.3)[1]
     video = shot("arc_right", speed=0.8)[None]
     same = PoseTrans(MEASURER)(video, [asked("arc_right")])
-    moved = asked(
-        "arc_right", source_poses=other @ source_path(FRAMES), target_poses=other @ preset_path("arc_right", FRAMES)
-    )
+    paths = {"source_poses": source_path(FRAMES), "target_poses": preset_path("arc_right", FRAMES)}
+    moved = asked("arc_right", **{name: other @ path for name, path in paths.items()})
     assert torch.allclose(same.info["trans_m"], PoseTrans(MEASURER)(video, [moved]).info["trans_m"], atol=1e-4)
 
 

@@ -24,7 +24,6 @@ def request(needs=("source", "target"), given=CONDITIONS) -> bytes:
 
 
 def changed(change) -> bytes:
-    """Return a request after `change(meta, tensors)`."""
     meta, tensors = protocol.decode(request())
     change(meta, tensors)
     return protocol.encode(meta, tensors)

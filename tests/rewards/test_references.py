@@ -44,9 +44,7 @@ def test_copies_are_measured_once_and_other_conditions_by_themselves():
     [(exposure, "_range", exposure.Exposure), (motion_mag, "_reference_motion", motion_mag.MotionMag),
      (source_match, "_allowed", source_match.SourceMatch)],
 )  # fmt: skip
-def test_a_reward_measures_the_references_of_a_group_once_and_scores_each_copy_as_alone(
-    module, name, kind, monkeypatch
-):
+def test_a_reward_measures_a_group_s_references_once_and_scores_a_copy_as_alone(module, name, kind, monkeypatch):
     measured, real = [], getattr(module, name)
     monkeypatch.setattr(module, name, lambda condition: measured.append(condition) or real(condition))
     group = [*copies(0, 1, 2), SECOND]

@@ -21,8 +21,6 @@ CONDITIONS = conditions(FILM)
 
 
 class Fake:
-    """Returns what it is told to."""
-
     floor = 0.25
     measures = ("extra",)
 
@@ -146,24 +144,24 @@ def test_the_callback_runs_after_each_reward_even_a_failed_one():
 
 
 def test_an_unknown_reward_is_refused_with_the_known_ones():
-    with pytest.raises(
-        ConfigError, match=r"weights: got 'beauty', must be one of 'target_view', .*'room_trans' or FILE.py:NAME; pass"
-    ):
+    said = "weights: got 'beauty', must be one of 'target_view', .*'room_trans' or FILE.py:NAME; pass"
+    with pytest.raises(ConfigError, match=said):
         build_reward("beauty", data_root="data")
     with pytest.raises(ConfigError, match=r"got 'target_veiw', .*; did you mean 'target_view'\?"):
         check_name("target_veiw", {})
 
 
-def test_a_remote_reward_is_built_where_its_server_is_named():
-    servers = {"hpsv3": "http://127.0.0.1:9"}
-    chosen = build_reward_set({"remote:hpsv3": 1.0}, data_root="data", servers=servers, timeout_s=7.0)
+def test_a_remote_reward_is_built_where_its_server_is_named_and_its_set_knows_the_model_and_the_calls():
+    servers, weights = {"hpsv3": "http://127.0.0.1:9"}, {"remote:hpsv3": 1.0, "sharpness": 1.0}
+    chosen = build_reward_set(weights, data_root="data", servers=servers, timeout_s=7.0)
     assert isinstance(chosen.rewards[0], RemoteReward) and chosen.rewards[0].policy.timeout_s == 7
-    assert chosen.floors == {"remote:hpsv3": 0.0}
+    assert chosen.floors["remote:hpsv3"] == 0.0
+    assert list(chosen.stats()) == ["remote:hpsv3"] and chosen.served() == {}
+    chosen.rewards[0].identity = ("judge", "v1")
+    assert chosen.served() == {"remote:hpsv3": "judge v1"}
     assert pickle.loads(pickle.dumps(chosen)).weights == chosen.weights
-    with pytest.raises(
-        ConfigError,
-        match=r"got 'remote:clip', .*'remote:hpsv3' or FILE.py:NAME; say where: --config.reward.remote.clip=",
-    ):
+    said = "got 'remote:clip', .*'remote:hpsv3' or FILE.py:NAME; say where: --config.reward.remote.clip="
+    with pytest.raises(ConfigError, match=said):
         build_reward("remote:clip", data_root="data", servers=servers)
 
 
@@ -178,11 +176,3 @@ def test_every_reward_answers_as_it_declares(tmp_path):
         assert said.values.dtype == torch.float32
         assert set(said.info) == set(reward.measures)
         assert reward.floor > 0
-
-
-def test_a_set_says_which_model_computes_a_reward_elsewhere_and_how_often_it_was_asked():
-    rewards = build_reward_set({"remote:judge": 1.0, "sharpness": 1.0}, data_root=".", servers={"judge": "http://x:1"})
-    assert rewards.served() == {}
-    assert list(rewards.stats()) == ["remote:judge"]
-    rewards.rewards[0].identity = ("hpsv3", "v1")
-    assert rewards.served() == {"remote:judge": "hpsv3 v1"}

@@ -19,7 +19,6 @@ FEW = film(["pan_right", "zoom_in", "arc_left", "translate_up"], rooms=2)
 
 
 def refilm(paths: Tensor) -> Tensor:
-    """Film the rooms of `FEW` again along relative paths (8, T, 4, 4)."""
     return render_video(FEW.rooms, (FEW.references[:, None] @ paths).float(), INTRINSICS, HEIGHT, WIDTH)
 
 
@@ -42,10 +41,9 @@ def test_all_ten_presets_are_followed(speed):
 
 def test_a_turn_is_told_from_a_shift_of_the_same_picture_displacement(tmp_path):
     """The far wall is 3.6 m away: moving 0.5 m aside displaces it as much as turning by 7.9 degrees."""
-    asked = [
-        dataclasses.replace(c, target_poses=straight((0, 7.9, 0), (0, 0, 0))) for c in conditions(FEW, root=tmp_path)
-    ]
-    turned = refilm(straight((0, 7.9, 0), (0, 0, 0)).expand(8, 5, 4, 4))
+    turn = straight((0, 7.9, 0), (0, 0, 0))
+    asked = [dataclasses.replace(condition, target_poses=turn) for condition in conditions(FEW, root=tmp_path)]
+    turned = refilm(turn.expand(8, 5, 4, 4))
     shifted = refilm(straight((0, 0, 0), (0.5, 0, 0)).expand(8, 5, 4, 4))
     for reward, tolerance, apart in ((RoomRot(tmp_path), 1.2, 7.9 * 5 / 8), (RoomTrans(tmp_path), 0.08, 0.5 * 5 / 8)):
         right, wrong = reward(turned, asked), reward(shifted, asked)
@@ -62,7 +60,7 @@ def test_values_are_mean_degrees_and_metres_over_the_frames_after_the_first(tmp_
     assert RoomTrans(tmp_path)(FEW.videos, asked).values.mean().item() == pytest.approx(-0.25, abs=0.02)
 
 
-def test_the_first_frame_is_not_looked_at_and_of_many_frames_evenly_spread_ones_are(tmp_path):
+def test_neither_the_first_frame_nor_the_command_is_looked_at_and_of_many_frames_evenly_spread_ones(tmp_path):
     asked = conditions(FEW, root=tmp_path)
     spoilt = FEW.videos.clone()
     spoilt[:, :, 0] = torch.rand(spoilt[:, :, 0].shape, generator=torch.Generator().manual_seed(0))
@@ -70,10 +68,6 @@ def test_the_first_frame_is_not_looked_at_and_of_many_frames_evenly_spread_ones_
     assert scored_frames(5) == [1, 2, 3, 4]
     assert scored_frames(81) == list(range(4, 81, 4))
     assert scored_frames(1) == [0]
-
-
-def test_the_command_has_no_part_in_the_estimate(tmp_path):
-    asked = conditions(FEW, root=tmp_path)
     other = [dataclasses.replace(c, target_poses=preset_path("arc_right", 5), preset="arc_right") for c in asked]
     poses, residual, causes = PathEstimator(tmp_path)(FEW.videos, asked)
     again = PathEstimator(tmp_path)(FEW.videos, other)
@@ -119,9 +113,8 @@ def test_both_rewards_share_one_estimate_of_a_batch(tmp_path, monkeypatch):
     second = [reward(darker, asked).values for reward in rewards]
     assert measured == [8, 8]
     assert not torch.equal(first[0], second[0]) and not torch.equal(first[1], second[1])
-    elsewhere = [
-        dataclasses.replace(c, reference_pose=c.reference_pose @ straight((0, 1, 0), (0, 0, 0))[-1]) for c in asked
-    ]
+    turn = straight((0, 1, 0), (0, 0, 0))[-1]
+    elsewhere = [dataclasses.replace(c, reference_pose=c.reference_pose @ turn) for c in asked]
     rewards[0](darker, elsewhere)
     assert measured == [8, 8, 8]
 

@@ -133,7 +133,6 @@ def test_the_reward_is_the_formula_of_its_errors_and_orders_speeds(tmp_path):
     # The film goes 0.99 m ahead, the command asks for 0.5 m back: 0, 0.75 and 1.49 m apart.
     assert result.info["trans_err_m"][1].item() == pytest.approx(0.746, abs=0.03)
     assert result.info["located"].tolist() == [1, 1, 1, 1]
-    chosen = conditions(SHORT, root=tmp_path)
     reward = RoomPose(tmp_path)
     values = [
         float(reward(like_a_codec(film(FEW, frames=3, speed=speed).videos, sigma=0.5), chosen).values.mean())

@@ -26,7 +26,6 @@ SMOOTH = Smooth(PoseMeasurer())
 
 
 def compared(commanded: Tensor, seen: Tensor, lost: tuple[int, ...] = (), unseen: tuple[int, ...] = ()) -> PoseErrors:
-    """Return the errors of a path of which some frames are not located and some cannot be judged."""
     seen, visible = seen.clone(), torch.ones(len(seen), dtype=torch.bool)
     seen[list(lost)], visible[list(unseen)] = torch.nan, False
     return compare(commanded, seen, commanded, visible)

@@ -51,7 +51,6 @@ class Scores:
         return list(next(iter(self.values.values())))
 
     def noticed(self, video: str, reward: str) -> int:
-        """Return for how many commands a reward scores a video more than `FACTOR` floors below the exact one."""
         limit = FACTOR * self.floors[reward]
         return sum(by[video][reward] < by[EXACT][reward] - limit for by in self.values.values())
 
@@ -64,7 +63,6 @@ def weight_free_rewards() -> list[Reward]:
 
 
 def score(commands: Sequence[str], size: tuple[int, int], frames: int, videos: Collection[str] = ()) -> Scores:
-    """Score the videos of every command, or those named, with every reward."""
     rewards, values = weight_free_rewards(), {}
     for command in commands:
         staged = stage(command, size, frames)
@@ -74,11 +72,6 @@ def score(commands: Sequence[str], size: tuple[int, int], frames: int, videos: C
             assert all(result.valid.all() for result in results.values()), (command, name, results)
             values[command][name] = {reward: float(result.values) for reward, result in results.items()}
     return Scores(values, {reward.name: reward.floor for reward in rewards})
-
-
-@pytest.fixture(scope="module")
-def scores() -> Scores:
-    return score(["arc_right"], SIZE, FRAMES)
 
 
 def check(scores: Scores) -> None:
@@ -97,14 +90,13 @@ def check(scores: Scores) -> None:
             assert all(by_video[trick][reward] > by_video[EXACT][reward] + scores.floors[reward] for trick in tricks)
 
 
-def test_every_trick_is_noticed_and_the_exact_video_is_best(scores):
+def test_every_trick_is_noticed_the_exact_video_is_best_and_each_trick_has_its_own_reward():
+    scores = score(["arc_right"], SIZE, FRAMES)
     check(scores)
-
-
-def test_each_trick_has_its_reward_and_storing_is_noticed_by_rewards_of_single_pixels_only(scores):
     others = [name for name in scores.floors if name not in NEED_THE_TRUE_VIEW]
     assert [name for name in others if scores.noticed("tremble", name)] == ["smooth"]
     assert [name for name in others if scores.noticed("grid", name)] == ["exposure"]
+    # Storing a video is noticed by rewards of single pixels only.
     assert [name for name in scores.floors if scores.noticed(HARMLESS, name)] == ["target_psnr", "sharpness"]
     assert set(scores.floors) == set(REWARDS) - NEEDS_MORE
     assert [reward.name for reward in weight_free_rewards()] == list(scores.floors)

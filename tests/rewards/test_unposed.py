@@ -41,9 +41,8 @@ def test_a_true_view_that_moves_tells_the_metre():
     right, slow = (film("arc_right", SIZE, FRAMES, speed=speed) for speed in (1, 0.5))
     result = PoseTrans(MEASURER)(torch.stack([right, slow]), [asked("arc_right", target_video=right)] * 2)
     assert result.valid.all() and result.info["trans_m"][0] < 0.01
-    known = PoseTrans(PoseMeasurer())(
-        slow[None], [condition("arc_right", film("source", SIZE, FRAMES), source_path(FRAMES))]
-    )
+    posed = condition("arc_right", film("source", SIZE, FRAMES), source_path(FRAMES))
+    known = PoseTrans(PoseMeasurer())(slow[None], [posed])
     assert result.info["trans_m"][1] == pytest.approx(float(known.info["trans_m"]), abs=0.01)
 
 
