@@ -22,6 +22,8 @@ from flow_grpo.settings.schema import Config
 from tools import plan
 
 ROOT = Path(__file__).parents[2]
+SMALL = ["--config.model.path=nowhere", "--config.data.height=64", "--config.data.width=64"]
+SHARDED = ["--config.model.trained=full", "--config.train.sharding=fsdp2", "--config.sample.share_prefix=false"]
 
 
 def planned(capsys, *words: str, recipe: str = "my_recam_8npu") -> tuple[int, dict[str, float]]:
@@ -84,9 +86,8 @@ def test_the_codec_has_a_rate_of_its_own_and_a_source_is_encoded_once(capsys):
     _, found = planned(capsys, "--tflops", "450", "--config.model.vae_dtype=fp32")
     assert found["decode_s"] == pytest.approx(4 * 10.25, rel=0.03)
     assert found["encode_s"] == pytest.approx(found["encode_tflop"] / 27, rel=0.01)  # 8 conditions on 8 devices
-    assert found["epoch_s"] == pytest.approx(
-        sum(found[f"{part}_s"] for part in ("encode", "rollout", "decode", "update"))
-    )
+    parts = ("encode", "rollout", "decode", "update")
+    assert found["epoch_s"] == pytest.approx(sum(found[f"{part}_s"] for part in parts))
     _, fast = planned(capsys, "--tflops", "450", "--config.model.vae_dtype=bf16", "--config.model.encodings=enc")
     assert fast["encode_s"] == 0 and fast["decode_s"] == pytest.approx(found["decode_s"] * 0.06 / 0.29)
     assert fast["decode_gib"] < found["decode_gib"]
@@ -122,11 +123,7 @@ def test_the_model_folder_is_measured_where_there_is_one(capsys):
 @pytest.mark.parametrize(
     ("change", "smaller", "larger"),
     [
-        (
-            ["--config.train.sharding=fsdp2", "--config.sample.share_prefix=false"],
-            ["weights_gib", "optimizer_gib", "update_gib"],
-            ["sent_weights_gib"],
-        ),
+        (SHARDED[1:], ["weights_gib", "optimizer_gib", "update_gib"], ["sent_weights_gib"]),
         (["--config.model.offload=true"], ["weights_gib", "update_gib"], ["host_gib"]),
         (["--config.model.encodings=enc"], ["weights_gib", "update_gib", "rollout_gib"], []),
         (["--config.sample.offload=true"], ["trajectories_gib"], ["host_gib"]),
@@ -138,8 +135,7 @@ def test_the_model_folder_is_measured_where_there_is_one(capsys):
 )
 def test_every_way_out_moves_the_numbers_it_is_named_for(capsys, change, smaller, larger):
     tiny = {"recipe": "my_recam_8npu_tiny"}
-    words = ["--config.model.path=nowhere", "--config.model.dtype=bf16", "--config.data.height=64"]
-    words += ["--config.data.width=64", "--config.model.trained=lora", "--config.train.ema_decay=0"]
+    words = [*SMALL, "--config.model.dtype=bf16", "--config.model.trained=lora", "--config.train.ema_decay=0"]
     _, before = planned(capsys, *words, **tiny)
     _, after = planned(capsys, *words, *change, **tiny)
     assert all(after[name] < before[name] for name in smaller), (before, after)
@@ -147,13 +143,7 @@ def test_every_way_out_moves_the_numbers_it_is_named_for(capsys, change, smaller
 
 
 def test_shards_divide_what_a_rank_holds(capsys):
-    words = ["--config.model.path=nowhere", "--config.data.height=64", "--config.data.width=64"]
-    words += [
-        "--config.model.trained=full",
-        "--config.model.encodings=enc",
-        "--config.train.sharding=fsdp2",
-        "--config.sample.share_prefix=false",
-    ]
+    words = [*SMALL, *SHARDED, "--config.model.encodings=enc"]
     four, eight = (planned(capsys, *words, "--devices", n, recipe="my_recam_8npu_tiny")[1] for n in "48")
     assert four["optimizer_gib"] == pytest.approx(2 * eight["optimizer_gib"])
 
@@ -166,9 +156,6 @@ def test_old_log_probabilities_that_are_scored_again_take_their_time(capsys):
     two_updates = ["--config.train.updates_per_epoch=2", "--config.train.guard=true", "--config.train.step_weight=none"]
     _, several = planned(capsys, *one_update, *two_updates, recipe="my_recam_1gpu")
     assert several["update_s"] == pytest.approx(16 * 5 * several["forward_tflop"] / 300, rel=1e-3)
-
-
-SMALL = ["--config.model.path=nowhere", "--config.data.height=64", "--config.data.width=64"]
 
 
 def test_frozen_parts_are_counted_as_they_are_loaded_not_as_they_are_stored(capsys, tmp_path):
@@ -199,21 +186,14 @@ def test_states_of_more_steps_and_of_guidance_are_counted(capsys):
 
 
 def test_weights_in_shards_travel_for_every_forward_and_its_backward(capsys):
-    words = [
-        *SMALL,
-        "--config.model.trained=full",
-        "--config.train.sharding=fsdp2",
-        "--config.sample.share_prefix=false",
-    ]
-    _, plain = planned(capsys, *words, recipe="my_recam_8npu_tiny")
-    _, kl = planned(capsys, *words, "--config.train.kl_coef=0.1", recipe="my_recam_8npu_tiny")
+    _, plain = planned(capsys, *SMALL, *SHARDED, recipe="my_recam_8npu_tiny")
+    _, kl = planned(capsys, *SMALL, *SHARDED, "--config.train.kl_coef=0.1", recipe="my_recam_8npu_tiny")
     weights = 4 * plain["trained_parameters"] * 7 / 8 / 2**30
     gathers = plain["rollout_calls"] + 2 * plain["update_calls"]
     assert plain["sent_weights_gib"] == pytest.approx(weights * gathers, rel=1e-6)
     assert plain["sent_gradients_gib"] == pytest.approx(weights * plain["update_calls"], rel=1e-6)
-    assert kl["sent_weights_gib"] - plain["sent_weights_gib"] == pytest.approx(
-        weights * plain["update_calls"], rel=1e-6
-    )
+    more = kl["sent_weights_gib"] - plain["sent_weights_gib"]
+    assert more == pytest.approx(weights * plain["update_calls"], rel=1e-6)
 
 
 def test_ranks_that_share_samples_have_a_part_of_their_activations_and_seconds(capsys):
@@ -246,7 +226,6 @@ def test_what_cannot_work_is_one_line_and_exit_code_2(capsys, words, message):
 
 
 def make_run(run: Path, device: str, *knobs: str) -> Config:
-    """Write the record of a start on two ranks, and return its configuration."""
     config = load_config(f"{ROOT}/config/grpo.py:tiny_recam", [f"--config.output_root={run.parent}", *knobs])
     recipe = "config/grpo.py:tiny_recam"
     starts.record(run, config, recipe, checkpoint=None, epoch=0, ranks=2, device=device, served={})

@@ -60,7 +60,6 @@ def test_keeping_attention_saves_its_share_of_the_recomputation():
 
 
 def test_a_compiled_block_hides_its_attention():
-    with pytest.raises(
-        ConfigError, match=r"model\.checkpointing.*must be 'blocks', 'none' or 'auto' while model\.comp"
-    ):
+    said = r"model\.checkpointing.*must be 'blocks', 'none' or 'auto' while model\.comp"
+    with pytest.raises(ConfigError, match=said):
         config("model.compile=true", "train.old_log_prob=detach", "model.checkpointing=keep_attention")

@@ -69,7 +69,6 @@ def place(tmp_path_factory) -> Path:
 
 @contextlib.contextmanager
 def changed(file: Path, content: bytes) -> Iterator[None]:
-    """A file has other content inside the block."""
     kept = file.read_bytes()
     file.write_bytes(content)
     try:
@@ -237,7 +236,6 @@ VIDEO = torch.zeros(1, 3, 2, 8, 8)
 
 
 def damaged_file(content: bytes, draw: random.Random) -> bytes:
-    """Damage the metadata of a message, its bytes, or both."""
     meta, tensors = protocol.decode(content)
     if draw.random() < 0.7:
         content = save(tensors, {"json": json.dumps(damaged_json(meta, draw))})
@@ -249,7 +247,6 @@ def judge(server: ScriptedServer) -> RemoteReward:
 
 
 def answer(place: Path) -> Attempt:
-    """Replies of a server, as bytes on the wire."""
     server = ScriptedServer(silent).__enter__()
 
     def attempt(draw: random.Random) -> None:
@@ -281,7 +278,6 @@ def health(place: Path) -> Attempt:
 
 
 def request(place: Path) -> Attempt:
-    """Requests to a server."""
     service = ScoringService(LocalScorer(build_reward("motion_mag", data_root=place)), 2**20)
 
     def attempt(draw: random.Random) -> None:

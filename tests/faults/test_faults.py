@@ -44,21 +44,11 @@ KNOBS = SMALL | {
 
 @dataclasses.dataclass
 class Ended:
-    """How a run ended.
-
-    Attributes:
-        code: torchrun's exit code.
-        said: its output.
-        seconds: from the start of the second epoch, in which faults occur, until every process was gone.
-        left: processes that had to be killed.
-        saved: finished epochs of the newest checkpoint, -1 for none.
-    """
-
-    code: int
+    code: int  # of torchrun
     said: str
-    seconds: float
-    left: list[str]
-    saved: int
+    seconds: float  # from the start of the second epoch, in which faults occur, until every process was gone
+    left: list[str]  # processes that had to be killed
+    saved: int  # finished epochs of the newest checkpoint, -1 for none
 
 
 @pytest.fixture(scope="module")
@@ -70,17 +60,9 @@ def places(tmp_path_factory) -> dict[str, object]:
 
 @pytest.fixture
 def launch(places, tmp_path) -> Iterator[Callable[..., Ended]]:
-    """Return a function that starts a run with a fault and waits for its end."""
     launched: list[subprocess.Popen[bytes]] = []
 
-    def run(
-        fault: str,
-        *,
-        ranks: int = 2,
-        strike: Callable[[Family], None] | None = None,
-        torchrun: tuple[str, ...] = (),
-        **knobs: object,
-    ) -> Ended:
+    def run(fault: str, *, ranks: int = 2, strike=None, torchrun: tuple[str, ...] = (), **knobs: object) -> Ended:
         settings = KNOBS | places | {"output_root": tmp_path}
         settings |= {name.replace("__", "."): value for name, value in knobs.items()}
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
@@ -100,9 +82,7 @@ def launch(places, tmp_path) -> Iterator[Callable[..., Ended]]:
         process.poll() is None and process.kill()
 
 
-def follow(
-    process: subprocess.Popen[bytes], begun: Path, strike: Callable[[Family], None] | None
-) -> tuple[float, list[str]]:
+def follow(process: subprocess.Popen[bytes], begun: Path, strike) -> tuple[float, list[str]]:
     """Wait until a launcher and its processes are gone; return the seconds since the second epoch and who was left."""
     family = Family(process)
     start, second = time.monotonic(), 0.0
@@ -144,13 +124,11 @@ SAID = {
 
 
 def assert_gone_in_time(ended: Ended, *, saved: int = 1) -> None:
-    """Check what holds for every fault: a non-zero exit code, no process left, in time, the checkpoint kept."""
     assert ended.code != 0 and not ended.left and ended.seconds < BOUND_S
     assert ended.saved == saved
 
 
 def assert_resumes(launch: Callable[..., Ended], **knobs: object) -> None:
-    """Check that the run can be resumed to its end, without the fault."""
     again = launch("", **knobs)
     assert again.code == 0 and again.saved == 3, again.said[-2000:]
 

@@ -58,9 +58,8 @@ def test_evaluations_without_a_common_condition_have_no_changes(before, after):
 
 
 def test_changes_by_camera_are_those_of_its_conditions_alone_where_these_have_an_interval():
-    before = [
-        row(scene, camera, err=1.0) | {"preset": "pan" if camera else ""} for scene in range(5) for camera in (0, 1)
-    ]
+    presets = ((0, ""), (1, "pan"))
+    before = [row(scene, camera, err=1.0) | {"preset": name} for scene in range(5) for camera, name in presets]
     after = [one | {"values": {"err": 1.0 + 0.1 * n}} for n, one in enumerate(before)]
     lonely = row(0, 2, err=5.0)
     found = changes_by_camera(Table.of_rows([*before, lonely]), Table.of_rows([lonely, *after]))
@@ -76,8 +75,5 @@ def test_metrics_are_followed_by_the_intervals_there_are():
     assert with_intervals(after, changes) == after | {"eval/a_ci95": [0.1, 0.7]}
     assert list(with_intervals(after, changes))[:2] == ["eval/a", "eval/a_ci95"]
     assert with_intervals(after, {}) == after
-    assert as_metrics(changes, list(after)) == {
-        "eval_change/a": 0.4,
-        "eval_change/a_low": 0.1,
-        "eval_change/a_high": 0.7,
-    }
+    wanted = {"eval_change/a": 0.4, "eval_change/a_low": 0.1, "eval_change/a_high": 0.7}
+    assert as_metrics(changes, list(after)) == wanted

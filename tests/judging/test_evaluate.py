@@ -24,8 +24,6 @@ PRESETS = ("pan_right", "zoom_in", None)
 
 
 class ToyData:
-    """12 held-out conditions, presets in turn."""
-
     def __len__(self) -> int:
         return 12
 
@@ -40,8 +38,6 @@ class ToyData:
 
 
 class Gold:
-    """The sample's index, unknown for the condition with index 4."""
-
     name = "gold"
     floor = 0.0
     measures = ("trans_err_m",)
@@ -51,9 +47,7 @@ class Gold:
         return RewardResult(-index, index != 4, ("",) * len(index), {"trans_err_m": index})
 
 
-def evaluator(
-    world: World | None = None, *, policy: ToyPolicy | None = None, number=7, batch_size=3, kl_coef=0.1, **knobs
-) -> Evaluator:
+def evaluator(world=None, *, policy=None, number=7, batch_size=3, kl_coef=0.1, **knobs) -> Evaluator:
     """A policy of the user's own, which has a copy of its start with a KL only."""
     rewards = RewardSet([BrightnessReward(broken=[(5, 0)])], {"brightness": 1.0})
     config = Config(
@@ -94,13 +88,20 @@ def test_every_condition_has_noise_of_its_own_and_always_the_same():
     assert torch.equal(firsts[0][:3], firsts[1])
 
 
-def test_means_leave_out_what_has_no_value_and_count_it():
+def test_every_condition_has_a_row_and_means_leave_out_what_has_no_value_and_count_it():
     found = evaluator(number=12).run()
     assert found.metrics["eval/trans_err_m"] == pytest.approx((sum(range(12)) - 4) / 11)
     assert found.metrics["eval/trans_err_m_valid"] == pytest.approx(11 / 12)
     assert found.metrics["eval/brightness_valid"] == pytest.approx(11 / 12)
     assert "eval/brightness_valid" not in evaluator(number=1).run().metrics
     assert found.metrics["eval/brightness_percent"] == pytest.approx(100 * found.metrics["eval/brightness"])
+    assert found.metrics["eval/gold"] == pytest.approx(-(sum(range(12)) - 4) / 11)
+    scenes = {row["scene"]: row for row in found.table.rows()}
+    assert len(scenes) == 12 and set(found.table.cameras) == {"cam02"}
+    first, fifth = scenes["val/f17_aperture10/scene0"], scenes["val/f17_aperture10/scene5"]
+    assert (first["preset"], fifth["preset"]) == ("pan_right", "")
+    assert first["values"].keys() == {"brightness", "brightness_percent", "gold", "trans_err_m"}
+    assert fifth["values"]["trans_err_m"] == 5.0 and math.isnan(fifth["values"]["brightness"])
 
 
 def test_presets_and_kinds_of_camera_have_their_own_means_and_shares():
@@ -118,20 +119,7 @@ def test_presets_and_kinds_of_camera_have_their_own_means_and_shares():
     assert "eval_by_camera/pan_right/brightness_valid" not in found
 
 
-def test_every_condition_has_a_row_with_all_that_was_measured_on_it():
-    found = evaluator(number=12).run()
-    scenes = {row["scene"]: row for row in found.table.rows()}
-    assert len(scenes) == 12 and set(found.table.cameras) == {"cam02"}
-    first, fifth = scenes["val/f17_aperture10/scene0"], scenes["val/f17_aperture10/scene5"]
-    assert (first["preset"], fifth["preset"]) == ("pan_right", "")
-    assert first["values"].keys() == {"brightness", "brightness_percent", "gold", "trans_err_m"}
-    assert fifth["values"]["trans_err_m"] == 5.0 and math.isnan(fifth["values"]["brightness"])
-    assert found.metrics["eval/gold"] == pytest.approx(-(sum(range(12)) - 4) / 11)
-
-
 class Seen(Gold):
-    """As `Gold`, with the videos it is shown."""
-
     def __init__(self) -> None:
         self.videos: dict[int, torch.Tensor] = {}
 
@@ -140,7 +128,7 @@ class Seen(Gold):
         return super().__call__(videos, conditions)
 
 
-def test_the_floor_is_the_gold_estimator_on_what_the_codec_keeps_of_the_true_videos():
+def test_the_floor_is_the_gold_estimator_on_what_the_codec_keeps_of_the_true_videos_there_are():
     made = evaluator(number=12)
     made.gold = Seen()
     assert made.floor() == {
@@ -153,10 +141,6 @@ def test_the_floor_is_the_gold_estimator_on_what_the_codec_keeps_of_the_true_vid
     for index, video in made.gold.videos.items():
         torch.testing.assert_close(video[:, 0], condition(index).target_video[:, 0].mean(0).expand(3, -1, -1))
     assert made.policy.calls == []
-
-
-def test_conditions_without_a_true_video_are_left_out_of_the_floor():
-    made = evaluator(number=12)
     whole = made.dataset.condition
     made.dataset.condition = lambda i: whole(i) if i in (1, 7) else dataclasses.replace(whole(i), target_video=None)
     assert made.floor()["eval_floor/trans_err_m"] == pytest.approx(4.0)

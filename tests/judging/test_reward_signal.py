@@ -17,16 +17,9 @@ from flow_grpo.runtime.ranks.context_parallel import share_samples
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.sampling import Sampling, SdeSettings
 from flow_grpo.settings.schema import Config
-from tests.toy import SIGMAS, BrightnessReward, ToyPolicy, blocks_of, condition, sample_config
+from tests.judging.test_evaluate import ToyData
+from tests.toy import SIGMAS, BrightnessReward, ToyPolicy, blocks_of, sample_config
 from tests.workers import run_ranks
-
-
-class Data:
-    def __len__(self) -> int:
-        return 24
-
-    def condition(self, index: int, gid: int = 0, slot: int = 0):
-        return condition(index, gid, slot)
 
 
 def spread(noise_level, world=None, groups=8, *, broken=(), own=True, both=False) -> Spread:
@@ -35,7 +28,7 @@ def spread(noise_level, world=None, groups=8, *, broken=(), own=True, both=False
     config = dataclasses.replace(Config(), sample=sample)
     rewards = RewardSet([BrightnessReward(broken)], {"brightness": 1.0})
     collector = Collector(ToyPolicy(), mock.Mock(), rewards, sampling, config, world or World())
-    return measure_signal(collector, Data(), {"brightness": 1.0}, groups=groups, both=both).spreads["brightness"]
+    return measure_signal(collector, ToyData(), {"brightness": 1.0}, groups=groups, both=both).spreads["brightness"]
 
 
 def test_more_noise_in_the_recorded_steps_is_credited_with_more_of_the_spread():
@@ -81,11 +74,8 @@ def test_a_signal_without_a_weighted_reward_above_its_floor_is_silent_and_names_
     assert not Signal({"a": alike, "b": unknown}, {"a": 1.0, "b": 1.0}, shared=False).absent
     assert Signal({"a": alike, "b": unknown}, {"a": 0.0, "b": 1.0}, shared=False).absent
     found = Signal({"a": alike, "b": unknown}, {"a": 1.0, "b": 1.0}, shared=True)
-    assert (
-        found.absent
-        and found.without_value == ["b"]
-        and found.metrics() == {"policy/credit_share": 1.0, "policy/spread_over_floor": pytest.approx(0.5)}
-    )
+    assert found.absent and found.without_value == ["b"]
+    assert found.metrics() == {"policy/credit_share": 1.0, "policy/spread_over_floor": pytest.approx(0.5)}
 
 
 @pytest.mark.parametrize(

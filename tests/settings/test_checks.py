@@ -11,6 +11,7 @@ from flow_grpo.settings.loading import ConfigError, load_config
 from flow_grpo.settings.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
+FORWARD, SHARE = "train.objective=forward", "sample.share_prefix=true"
 REBALANCE = "dynamic_sampling.enabled=true dynamic_sampling.policy=rebalance"
 
 
@@ -34,26 +35,14 @@ def load(settings: str) -> Config:
         ("sample.sde_window=5", ["sample.sde_window: got 5", "must divide 4", "sde_window=1"]),
         ("sample.sde_steps=0,1,3,4 sample.sde_window=0", ["sample.sde_window: got 0", "gap", "sde_window=1"]),
         ("sample.share_prefix=true", ["sample.share_prefix: got True", "same_initial_noise=true"]),
-        (
-            "sample.share_prefix=true sample.same_initial_noise=true train.sharding=fsdp2",
-            ["sample.share_prefix: got True", "fsdp2", "share_prefix=false"],
-        ),
+        (f"{SHARE} sample.same_initial_noise=true train.sharding=fsdp2", ["share_prefix: got True", "fsdp2", "=false"]),
         ("sample.sde=ode", ["sample.sde: got 'ode'", "objective=forward"]),
-        (
-            "train.objective=forward sample.sde=ode sample.share_prefix=true",
-            ["sample.share_prefix: got True", "needs stochastic steps", "share_prefix=false"],
-        ),
+        (f"{FORWARD} sample.sde=ode {SHARE}", ["share_prefix: got True", "needs stochastic steps", "=false"]),
         ("train.objective=forward sample.sde=ode sample.same_initial_noise=true", ["same_initial_noise: got True"]),
         ("train.objective=forward train.ema_decay=0", ["train.trust_coef: got 0.1", "ema_decay=0.9"]),
         ("train.objective=forward train.guard=true train.trust_coef=0", ["train.guard: got True", "guard=false"]),
-        (
-            "train.objective=forward train.step_weight=inverse_gain train.trust_coef=0",
-            ["train.step_weight: got", "step_weight=none"],
-        ),
-        (
-            "train.objective=forward train.old_log_prob=rollout train.trust_coef=0",
-            ["old_log_prob: got 'rollout'", "=auto"],
-        ),
+        (f"{FORWARD} train.step_weight=inverse_gain train.trust_coef=0", ["train.step_weight: got", "weight=none"]),
+        (f"{FORWARD} train.old_log_prob=rollout train.trust_coef=0", ["old_log_prob: got 'rollout'", "=auto"]),
         ("sample.sde=cps sample.noise_level=1.2", ["sample.noise_level: got 1.2", "at most 1", "'cps'"]),
         ("sample.noise_level=3", ["sample.noise_level: got 3.0", "at step 0", "drop that step"]),
         ("train.updates_per_epoch=3", ["train.updates_per_epoch: got 3", "must divide the 64 samples", "=1"]),
@@ -70,19 +59,10 @@ def load(settings: str) -> Config:
         ("distributed.silent_s=5400", ["distributed.control_s: got 3600", "1.5 x", "control_s=8100"]),
         ("reward.weights=target_view=0", ["reward.weights: got {'target_view': 0.0}", "nothing to learn"]),
         ("reward.weights=", ["reward.weights: got {}", "nothing to learn"]),
-        (
-            "reward.weights=smooth=1",
-            ["reward.weights.smooth: got 1.0", "stands still", "--config.reward.weights.pose_rot"],
-        ),
+        ("reward.weights=smooth=1", ["weights.smooth: got 1.0", "stands still", "--config.reward.weights.pose_rot"]),
         ("reward.weights=smooth=1,source_match=1,pose_rot=0", ["reward.weights.smooth: got 1.0", "stands still"]),
-        (
-            "reward.weights=smooth=0,source_match=1 reward.schedules.smooth=5:0,999:1",
-            ["reward.weights.smooth: got", "in epoch 199"],
-        ),
-        (
-            "reward.weights=smooth=1,pose_rot=1 reward.schedules.pose_rot=4:1,5:0",
-            ["reward.weights.smooth: got 1.0", "in epoch 5"],
-        ),
+        ("reward.weights=smooth=0,source_match=1 reward.schedules.smooth=5:0,999:1", ["smooth: got", "epoch 199"]),
+        ("reward.weights=smooth=1,pose_rot=1 reward.schedules.pose_rot=4:1,5:0", ["smooth: got 1.0", "in epoch 5"]),
         ("reward.schedules.target_veiw=0:1", ["reward.schedules: got 'target_veiw'", "did you mean 'target_view'?"]),
         ("reward.schedules.motion_mag=0:1", ["measured rewards source_match, target_view", "weights.motion_mag=0"]),
         (
@@ -169,10 +149,7 @@ MOVES = "train.updates_per_epoch=4"
         (MOVES, r"=4 without train\.guard: .*pass --config\.train\.guard=true$"),
         (f"{MOVES} train.step_weight=inverse_gain", r"--config\.train\.guard=true --config\.train\.step_weight=none$"),
         ("dynamic_sampling.enabled=true reward.flat_eps=1e-6", "reward.flat_eps=1e-06 is below reward.adv_eps=0.0001"),
-        (
-            "checkpoint.best=eval/target_view data.tune_scenes=1",
-            "best='eval/target_view' .* on the reported",
-        ),
+        ("checkpoint.best=eval/target_view data.tune_scenes=1", "best='eval/target_view' .* on the reported"),
     ],
 )
 def test_settings_that_may_disappoint_are_warned_of(settings: str, said: str) -> None:
@@ -209,9 +186,7 @@ def test_whole_groups_on_all_ranks_together_are_taken(world_size: int) -> None:
     ("world_size", "batch_size", "multiple", "way_out"),
     [(1, 2, 4, 4), (3, 2, 4, 4), (1, 6, 4, 8), (2, 3, 2, 4), (5, 5, 4, 8)],
 )
-def test_a_batch_that_holds_no_whole_groups_is_refused_with_one_that_does(
-    world_size: int, batch_size: int, multiple: int, way_out: int
-) -> None:
+def test_a_batch_that_holds_no_whole_groups_is_refused_with_one_that_does(world_size, batch_size, multiple, way_out):
     with pytest.raises(ConfigError, match=r"^config\.sample\.train_batch_size[^\n]+$") as caught:
         world(world_size, f"--config.sample.train_batch_size={batch_size}")
     text = str(caught.value)

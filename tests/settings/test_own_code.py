@@ -31,18 +31,14 @@ def test_a_name_is_own_where_a_python_file_comes_first():
     assert not any(map(is_own, ("pose_rot", "remote:mine", "remote:mine.py", "mine:warmth")))
 
 
-def test_a_file_is_run_once_and_its_dataclasses_work(tmp_path):
+def test_a_file_is_run_once_its_dataclasses_work_and_its_path_may_be_relative(tmp_path, monkeypatch):
     head = "from __future__ import annotations\nimport dataclasses\n"
     name = place(tmp_path, f"{head}@dataclasses.dataclass\nclass found:\n    a: int = 3\n")
     first = load_own(KNOB, name)
     assert first().a == 3
     assert load_own(KNOB, name) is first
-
-
-def test_a_relative_path_is_relative_to_the_working_directory(tmp_path, monkeypatch):
-    place(tmp_path, "def found():\n    return 7\n")
     monkeypatch.chdir(tmp_path)
-    assert load_own(KNOB, "mine.py:found")() == 7
+    assert load_own(KNOB, "mine.py:found")().a == 3
 
 
 def test_what_is_missing_or_fails_is_named_in_one_line(tmp_path):
