@@ -29,7 +29,7 @@ def test_links_between_pages_lead_somewhere(page):
 def test_files_that_a_page_names_exist(page):
     text = page.read_text(encoding="utf-8")
     rooms = [path.name for folder in (ROOT, ROOT / "flow_grpo") for path in folder.iterdir()]  # left out on some pages
-    named = re.findall(rf"`((?:{'|'.join(rooms)})/[\w/]+\.(?:py|md|png))\b", text)
+    named = re.findall(rf"(?:`|(?=tests/))((?:{'|'.join(rooms)})/[\w/]+\.(?:py|md|png))\b", text)
     assert not [name for name in named if not (ROOT / name).exists() and not (ROOT / "flow_grpo" / name).exists()]
 
 
