@@ -55,6 +55,22 @@ def only_this_machine() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the smallest tiny world, not to be changed: 2 scenes to train on, 1 held out, 24x32, 5 frames."""
+    from flow_grpo.data.tiny_world import ensure_tiny_world  # here: most tests load faster without it
+
+    root = tmp_path_factory.mktemp("world") / "tiny"
+    ensure_tiny_world(root, "unit_test")
+    return root
+
+
+@pytest.fixture
+def without_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave curves.png out: drawing it costs more than a small run."""
+    monkeypatch.setattr("flow_grpo.reporting.drawing.plots.draw_curves", lambda *_, **__: None)
+
+
+@pytest.fixture(scope="session")
 def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with data, model and checkpoint that work, to be copied and spoiled."""
     from tests.bad_input_cases import make_valid  # here: most tests load faster without it

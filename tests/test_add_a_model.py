@@ -11,7 +11,6 @@ import pytest
 
 import train_grpo
 from flow_grpo.models.files.adapter_files import WEIGHTS_FILE
-from flow_grpo.reporting.drawing import plots
 from flow_grpo.runtime.ranks.process_group import RankError, World
 from tests.test_train_grpo import SMALL, _train, assert_equal_state, metrics_of, newest, places  # noqa: F401 - a fixture
 from tests.workers import run_ranks
@@ -28,8 +27,7 @@ COMMANDS = [
 
 
 @pytest.fixture(autouse=True)
-def files(tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, "draw_curves", lambda *_, **__: None)
+def files(tmp_path, monkeypatch, without_curves):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config").symlink_to(ROOT / "config")
     for name, code in FILES.items():

@@ -12,7 +12,6 @@ from safetensors import safe_open
 from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.rollout.scoring import decode
 from flow_grpo.data.multicam import MultiCamDataset
-from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.policy import Policy
 from flow_grpo.models.registry import build_policy
@@ -54,11 +53,9 @@ def policy() -> Policy:
 
 
 @pytest.fixture(scope="module")
-def conditions(tmp_path_factory):
+def conditions(world):
     """Every camera of a held-out scene."""
-    root = tmp_path_factory.mktemp("assets") / "world"
-    ensure_tiny_world(root, "unit_test")
-    data = MultiCamDataset(root, "val", (5, 24, 32), prompt="caption", reference="source")
+    data = MultiCamDataset(world, "val", (5, 24, 32), prompt="caption", reference="source")
     return [data.condition(index, gid=index) for index in range(len(data))]
 
 

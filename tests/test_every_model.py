@@ -18,7 +18,6 @@ from flow_grpo.cost.plan import largest_size, make_plan
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.models.registry import VIDEO_MODELS
 from flow_grpo.preflight.dry_run import epoch_tensors
-from flow_grpo.reporting.drawing import plots
 from flow_grpo.run.starts import configuration_of
 from flow_grpo.settings.loading import load_config
 from tests.some import some
@@ -27,16 +26,12 @@ from tests.workers import run_ranks
 from tools import doctor, export_adapter, generate, precompute, random_model
 from tools.evaluation.videos import make_videos
 
+pytestmark = pytest.mark.usefixtures("without_curves")
 ROOT = Path(__file__).parents[1]
 ASSETS = ROOT / "assets" / "prompts"
 SIZES = {"heads": 2, "head-dim": 16, "layers": 2, "ffn": 64, "text-dim": 32, "dtype": "fp32", "codec": "small"}
 FORWARD = {"train.objective": "forward", "sample.sde": "ode", "train.ema_decay": 0.5}
 PLANNED = {"recam": "my_recam_8npu"} | {kind: f"{kind}_8npu" for kind in VIDEO_MODELS if kind != "recam"}
-
-
-@pytest.fixture(autouse=True)
-def without_curves(monkeypatch):
-    monkeypatch.setattr(plots, "draw_curves", lambda *_, **__: None)
 
 
 def every_model(chosen: str) -> pytest.MarkDecorator:

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 import train_grpo
-from flow_grpo.data.tiny_world import ensure_tiny_world
-from flow_grpo.reporting.drawing import plots
 from tests.test_train_grpo import _train, learned, metrics_of, words
 from tests.tiny_models import make_tiny_folder
 from tests.workers import run_ranks
 
+pytestmark = pytest.mark.usefixtures("without_curves")
 ROOT = Path(__file__).parents[1]
 # What makes `my_recam_8npu_tiny` small, and nothing else.
 SMALL = {
@@ -33,18 +32,6 @@ SMALL = {
     "trackers": "",
     "log_videos_every": 0,
 }
-
-
-@pytest.fixture(autouse=True)
-def without_curves(monkeypatch):
-    monkeypatch.setattr(plots, "draw_curves", lambda *_, **__: None)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("world") / "world"
-    ensure_tiny_world(folder, "unit_test")
-    return folder
 
 
 def epochs_of(run: Path) -> list[dict[str, float]]:

@@ -15,12 +15,9 @@ from flow_grpo.preflight.doctor import probe
 from flow_grpo.preflight.doctor.examine import FAST, full, run_checks
 from flow_grpo.preflight.doctor.probe import bit_exact, training_data
 from flow_grpo.preflight.doctor.weights import digest
-from flow_grpo.reporting.drawing import plots
-from flow_grpo.runtime.ranks import process_group
-from flow_grpo.runtime.ranks.process_group import World
 from tests import doctor_cases
 from tests.doctor_cases import build_trainer, statuses, words
-from tests.test_train_grpo import learned, newest
+from tests.test_train_grpo import _train, assert_equal_state, learned, newest
 from tests.workers import run_ranks
 
 
@@ -42,8 +39,7 @@ def state_of(trainer) -> dict[str, torch.Tensor]:
 def test_a_sound_run_passes_and_is_left_as_it_was(trainer):
     before = state_of(trainer)
     assert statuses(run_checks(trainer, {"rollout": full(1)["rollout"]})) == {}
-    after = state_of(trainer)
-    assert set(before) == set(after) and all(torch.equal(before[name], after[name]) for name in before)
+    assert_equal_state(before, state_of(trainer))
     assert trainer.updater.optimizer.state_dict()["state"] == {}
 
 
@@ -107,9 +103,7 @@ def test_a_digest_tells_moved_weights_from_the_same():
 
 
 @pytest.fixture
-def train(places, tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, **_: None)
-
+def train(places, tmp_path, without_curves):
     def run(name: str, **changes) -> int:
         return train_grpo.main(words(places, output_root=tmp_path, run_name=name, num_epochs=1, **changes))
 
@@ -128,8 +122,7 @@ def test_a_run_is_the_same_bit_for_bit_with_and_without(train, tmp_path, capsys)
     assert printed.count(f"run folder: {tmp_path / 'off'}") == 2  # at the start and at the end, whatever the doctor
     told = [line for line in printed if line.startswith("doctor:")]
     assert len(told) == 1 and " 0 warn, 0 fail in " in told[0]
-    on, off = (newest(tmp_path / mode) for mode in ("fast", "off"))
-    assert set(on) == set(off) and all(torch.equal(on[name], off[name]) for name in on)
+    assert_equal_state(*(newest(tmp_path / mode) for mode in ("fast", "off")))
     assert metrics_of(tmp_path / "fast") == metrics_of(tmp_path / "off")
 
 
@@ -144,15 +137,6 @@ def test_a_failed_check_stops_the_run_before_its_first_epoch_unless_the_doctor_i
     assert "-> the rollout draws from another Gaussian than it scores" in captured.out
 
 
-def _train(world: World, given: list[str]) -> int:
-    with (
-        mock.patch.object(train_grpo, "set_up_rank", return_value=(torch.device("cpu"), world)),
-        mock.patch.object(process_group, "shut_down"),
-        mock.patch.object(plots, "draw_curves"),
-    ):
-        return train_grpo.main(given)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
 def test_three_ranks_sum_gradients_in_the_same_order_with_and_without(places, tmp_path, sharding):
@@ -162,4 +146,4 @@ def test_three_ranks_sum_gradients_in_the_same_order_with_and_without(places, tm
         assert run_ranks(_train, 3, given) == [0] * 3
     on, off = (learned(tmp_path / mode) for mode in ("fast", "off"))
     assert any(name.startswith("trained/") for name in on)
-    assert set(on) == set(off) and all(torch.equal(on[name], off[name]) for name in on)
+    assert_equal_state(on, off)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ import torch
 from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.data.splits import held_out_data, multicam_data, training_data
-from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.judging.evaluate import eval_guidance, training_guidance
 from flow_grpo.records import Guidance
 from flow_grpo.run import parts as build
@@ -21,14 +21,7 @@ from flow_grpo.settings.sampling import sampling_of
 TINY = "config/grpo.py:tiny_recam"
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> str:
-    root = tmp_path_factory.mktemp("world") / "data"
-    ensure_tiny_world(str(root), "unit_test")
-    return str(root)
-
-
-def settings(world: str, *changes: str):
+def settings(world: Path, *changes: str):
     return load_config(TINY, [f"--config.data.root={world}", "--config.data.tune_scenes=0", *changes])
 
 

@@ -26,7 +26,6 @@ from flow_grpo.judging.stop_rules import BrokenPolicyError
 from flow_grpo.judging.table import Table
 from flow_grpo.records import RewardResult
 from flow_grpo.reporting.console import Progress
-from flow_grpo.reporting.drawing import plots
 from flow_grpo.reporting.metric_files import read_rows
 from flow_grpo.reporting.metric_names import OUTSIDE_EPOCHS, metric_of
 from flow_grpo.reporting.tracker import Tracker
@@ -103,9 +102,8 @@ def make_trainer(folder: Path, world: World, **changes) -> Trainer:
 
 
 @pytest.fixture
-def a_trainer(tmp_path, monkeypatch):
+def a_trainer(tmp_path, monkeypatch, without_curves):
     """Return how to make a trainer of one rank that draws no curves and saves an empty adapter."""
-    monkeypatch.setattr(plots, "draw_curves", lambda rows, path, **_: None)
     monkeypatch.setattr(trainer_module, "save_adapter", lambda policy, folder, world: folder.mkdir())
     return functools.partial(make_trainer, tmp_path, World())
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests import workers
+from tests.refusals import refusal
 from tools.dev import audit_npu
 from tools.dev.audit import names, step
 from tools.dev.audit.names import Use
@@ -90,15 +91,14 @@ def project_uses() -> list[Use]:
     return names.uses([audit_npu.ROOT / source for source in audit_npu.SOURCES], audit_npu.ROOT)
 
 
-def findings(path: Path, code: int) -> dict[str, dict[str, str]]:
-    """Audit the project's own names, and return the findings by subject."""
-    out = path.with_suffix(".json")
-    assert audit_npu.main(["--names-only", "--wheel", str(path), "--json", str(out)]) == code
-    return {finding["subject"]: finding for finding in json.loads(out.read_text())["findings"]}
-
-
-def test_a_wheel_that_has_every_name_the_project_uses_passes(wheel: Callable[..., Path]) -> None:
-    found = findings(wheel(), 0)
+def test_a_wheel_that_has_every_name_the_project_uses_passes_and_a_misfit_is_exit_code_1(
+    tmp_path: Path, wheel: Callable[..., Path]
+) -> None:
+    out = tmp_path / "found.json"
+    words = ["--names-only", "--json", str(out), "--wheel"]
+    assert audit_npu.main([*words, str(wheel(change=("'hccl'", "'lccl'")))]) == 1
+    assert audit_npu.main([*words, str(wheel())]) == 0
+    found = {finding["subject"]: finding for finding in json.loads(out.read_text())["findings"]}
     assert found["torch.npu.set_rng_state(_, _)"]["text"] == "(new_state, device='npu') in torch_npu.npu.random"
     assert found["torch.npu.max_memory_allocated(_)"]["status"] == "ok"
     assert found["torch.npu.conv.allow_hf32"]["status"] == "ok"
@@ -128,10 +128,6 @@ def test_missing_names_and_changed_signatures_fail(
     assert called.status == "fail" and text in called.text, called
 
 
-def test_a_misfit_is_exit_code_one(wheel: Callable[..., Path]) -> None:
-    assert findings(wheel(change=("'hccl'", "'lccl'")), 1)["hccl"]["status"] == "fail"
-
-
 @pytest.mark.parametrize(
     ("code", "name", "arguments", "keywords"),
     [
@@ -152,10 +148,7 @@ def test_uses_are_found_however_they_are_written(
     file.write_text(code)
     line = len(ast.parse(code).body) if "def" not in code else 3
     assert Use(name, f"x.py:{line}", arguments, keywords) in names.uses([file], tmp_path)
-
-
-def test_another_vendors_names_are_no_uses(tmp_path: Path) -> None:
-    file = tmp_path / "x.py"
+    # Another vendor's names are no uses.
     file.write_text("torch.cuda.f()\n_module('cuda').f()\nm = other(kind)\nm.f()")
     assert names.uses([file], tmp_path) == []
 
@@ -174,26 +167,18 @@ def test_operators_are_registered_or_composite_or_named(wheel: Callable[..., Pat
     assert {name for name, finding in found.items() if finding.status == "fail"} == {"mm", "no_such_operator"}
 
 
-def test_another_file_than_a_torch_npu_wheel_is_refused_in_one_line(
+def test_another_file_than_a_torch_npu_wheel_and_a_step_that_fails_are_refused_in_one_line(
     tmp_path: Path, wheel: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "broken.whl").write_text("no archive")
     with zipfile.ZipFile(tmp_path / "other.whl", "w") as archive:
         archive.writestr("numpy/__init__.py", "")
     for name, text in (("broken", "cannot be opened"), ("other", "holds no package torch_npu"), ("none", "none.whl")):
-        assert audit_npu.main(["--wheel", str(tmp_path / f"{name}.whl")]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("error:") and text in line
+        assert text in refusal(capsys, audit_npu.main, ["--wheel", tmp_path / f"{name}.whl"])
+    with mock.patch.object(step, "observe", side_effect=RuntimeError("tensors of two devices")):
+        assert refusal(capsys, audit_npu.main, ["--wheel", wheel()]) == "error: tensors of two devices"
     with pytest.raises(UnreadableWheelError, match="lists no operators"):
         _ = Wheel(wheel(change=("supported:", "other:"))).operators
-
-
-def test_a_training_step_that_its_device_refuses_is_one_line(
-    wheel: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(step, "observe", mock.Mock(side_effect=RuntimeError("tensors of two devices")))
-    assert audit_npu.main(["--wheel", str(wheel())]) == 2
-    assert capsys.readouterr().err == "error: tensors of two devices\n"
 
 
 def test_the_downloaded_version_is_the_one_that_is_pinned(

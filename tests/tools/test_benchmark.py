@@ -23,6 +23,7 @@ from flow_grpo.maths.poses import PRESETS, pose, preset_path, relative, rotation
 from flow_grpo.maths.room import random_room, render_video, stack_rooms
 from flow_grpo.rewards.camera.structure_from_motion import Estimate
 from flow_grpo.runtime.video_file import write_video
+from tests.refusals import refusal
 from tests.room_films import HEIGHT, INTRINSICS, WIDTH, reference_pose
 from tools import benchmark, evaluate, generate
 from tools.generation.options import parse
@@ -45,13 +46,6 @@ def film(path: Tensor, seed: int = 0) -> Tensor:
 
 def run(*words: object) -> int:
     return benchmark.main([str(word) for word in words])
-
-
-def refusal(capsys, *words: object) -> str:
-    capsys.readouterr()
-    assert run(*words) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line.removeprefix("error: ")
 
 
 def write_davis(root: Path) -> Path:
@@ -300,9 +294,11 @@ def test_results_of_other_programs_stand_beside_ours(davis, capsys):
     out = capsys.readouterr().out
     assert "| met3r | MEt3R | 0.2 | – | 2 |" in out and "| imaging_quality | VBench | 0.71 | – | 20 |" in out
     write_vbench(vbench, ["dog_arc_left", "cat"])
-    assert "is about 2 videos, must be about the 20 scored ones" in refusal(capsys, "score", davis, *words)
+    assert "is about 2 videos, must be about the 20 scored ones" in refusal(
+        capsys, benchmark.main, ["score", davis, *words]
+    )
     (davis.parent / "met3r" / "bear_arc_left" / "results.txt").write_text("MEt3R: low")
-    assert "MEt3R is 'low', must be a number or None" in refusal(capsys, "score", davis, *words[:4])
+    assert "MEt3R is 'low', must be a number or None" in refusal(capsys, benchmark.main, ["score", davis, *words[:4]])
 
 
 # --- what is refused
@@ -317,20 +313,20 @@ def test_unusable_davis_is_refused_in_one_line_before_anything_is_written(tmp_pa
         (["--frames-at-most", 4], "must be at least 5"),
     ]
     (frames / "00004.jpg").rename(root / "gone.jpg")
-    assert "bear has no 00004.jpg" in refusal(capsys, *prepare_words(root))
+    assert "bear has no 00004.jpg" in refusal(capsys, benchmark.main, prepare_words(root))
     (root / "gone.jpg").rename(frames / "00004.jpg")
     for words, message in cases:
-        assert message in refusal(capsys, *prepare_words(root, *words))
+        assert message in refusal(capsys, benchmark.main, prepare_words(root, *words))
     (root / "list.txt").write_text("bear cat")
-    assert "DAVIS video cat has 0 frames" in refusal(capsys, *prepare_words(root))
+    assert "DAVIS video cat has 0 frames" in refusal(capsys, benchmark.main, prepare_words(root))
     (root / "list.txt").write_text("bear bear ../dog")
-    assert "must hold names of videos" in refusal(capsys, *prepare_words(root))
+    assert "must hold names of videos" in refusal(capsys, benchmark.main, prepare_words(root))
     assert not (root / "out").exists()
     (root / "list.txt").write_text("bear")
     (frames / "00002.jpg").write_bytes(b"no picture")
-    assert "00002.jpg cannot be read" in refusal(capsys, *prepare_words(root))
+    assert "00002.jpg cannot be read" in refusal(capsys, benchmark.main, prepare_words(root))
     cv2.imwrite(str(frames / "00002.jpg"), np.zeros((8, 8, 3), np.uint8))
-    assert "has size (8, 8), the first (24, 32)" in refusal(capsys, *prepare_words(root))
+    assert "has size (8, 8), the first (24, 32)" in refusal(capsys, benchmark.main, prepare_words(root))
 
 
 def test_unusable_results_are_refused_in_one_line(davis, capsys):
@@ -339,37 +335,37 @@ def test_unusable_results_are_refused_in_one_line(davis, capsys):
     file = folder / "bear_arc_left" / "pose" / "bear_arc_left.npz"
     good = file.read_bytes()
     np.savez(file, data=np.zeros((5, 4, 4)))
-    assert "has shape (5, 4, 4), must be (25, 4, 4)" in refusal(capsys, *words)
+    assert "has shape (5, 4, 4), must be (25, 4, 4)" in refusal(capsys, benchmark.main, words)
     file.write_bytes(good[:100])
-    assert "holds no array 'data'" in refusal(capsys, *words)
+    assert "holds no array 'data'" in refusal(capsys, benchmark.main, words)
     np.savez(file, data=np.zeros((25, 4, 4)))
-    assert "last row other than 0 0 0 1" in refusal(capsys, *words)
+    assert "last row other than 0 0 0 1" in refusal(capsys, benchmark.main, words)
     file.write_bytes(good)
     write_vipe(folder / "again", "bear_arc_left", torch.eye(4).repeat(25, 1, 1))
-    assert "remove one of them" in refusal(capsys, *words)
-    assert "has poses of no video" in refusal(capsys, "score", davis, "--vipe", davis / "videos")
-    assert "--focal-px is None" in refusal(capsys, "score", davis)
-    assert "write it with tools/benchmark.py prepare" in refusal(capsys, "score", davis.parent)
+    assert "remove one of them" in refusal(capsys, benchmark.main, words)
+    assert "has poses of no video" in refusal(capsys, benchmark.main, ["score", davis, "--vipe", davis / "videos"])
+    assert "--focal-px is None" in refusal(capsys, benchmark.main, ["score", davis])
+    assert "write it with tools/benchmark.py prepare" in refusal(capsys, benchmark.main, ["score", davis.parent])
     (davis / "benchmark.json").write_text("{}")
-    assert "is no plan of a benchmark" in refusal(capsys, *words)
+    assert "is no plan of a benchmark" in refusal(capsys, benchmark.main, words)
 
 
 def test_videos_that_do_not_belong_are_refused_in_one_line(davis, capsys):
     videos, words = davis / "videos", ["score", davis, "--vipe", vipe_of_davis(davis)]
     write_video(videos / "cat_arc_left.mp4", torch.zeros(3, 5, 8, 8))
-    assert "cat_arc_left.mp4 in" in (line := refusal(capsys, *words)) and "not in the list" in line
+    assert "cat_arc_left.mp4 in" in (line := refusal(capsys, benchmark.main, words)) and "not in the list" in line
     (videos / "cat_arc_left.mp4").unlink()
     write_video(videos / "dog_arc_left.mp4", torch.zeros(3, 4, 8, 8))
-    assert "has 4 frames, must have 5" in refusal(capsys, *words)
+    assert "has 4 frames, must have 5" in refusal(capsys, benchmark.main, words)
     write_video(videos / "dog_arc_left.mp4", torch.zeros(3, 5, 8, 8))
     record = {"tool": "tools/generate.py", "steps": 50, "poses": preset_at_own_speed("arc_left", 5).tolist()}
     (videos / "dog_arc_left.json").write_text(json.dumps(record | {"poses": preset_path("arc_left", 5).tolist()}))
-    assert "was generated along another path than cameras/5/arc_left.json" in refusal(capsys, *words)
+    assert "was generated along another path than cameras/5/arc_left.json" in refusal(capsys, benchmark.main, words)
     (videos / "dog_arc_left.json").write_text(json.dumps(record))
     other = {"steps": 25, "poses": preset_at_own_speed("pan_left", 5).tolist()}
     (videos / "dog_pan_left.json").write_text(json.dumps(record | other))
-    assert "was made with steps" in refusal(capsys, *words)
-    assert "has none of the 20 videos" in refusal(capsys, *words, "--videos", davis)
+    assert "was made with steps" in refusal(capsys, benchmark.main, words)
+    assert "has none of the 20 videos" in refusal(capsys, benchmark.main, [*words, "--videos", davis])
 
 
 # --- Redirect4D-Bench
@@ -481,13 +477,15 @@ def test_unusable_redirect4d_is_refused_in_one_line(tmp_path, capsys):
         (json.dumps({"keyframes": [keyframe(4, [0, 0, 0], [0, 0, 1, 0])]}), "which way is not known"),
     ):
         trajectory.write_text(content)
-        assert message in refusal(capsys, *redirect_words(root))
+        assert message in refusal(capsys, benchmark.main, redirect_words(root))
     trajectory.write_text(good)
-    assert "no source video of bear_seq1" in refusal(capsys, *redirect_words(root, "--sources", tmp_path))
+    assert "no source video of bear_seq1" in refusal(
+        capsys, benchmark.main, redirect_words(root, "--sources", tmp_path)
+    )
     with (root / "cases.jsonl").open("a") as file:
         file.write('{"case": "wolf__../x"}\n')
-    assert "cases.jsonl, line 4 names no case" in refusal(capsys, *redirect_words(root))
+    assert "cases.jsonl, line 4 names no case" in refusal(capsys, benchmark.main, redirect_words(root))
     (root / "cases.jsonl").write_text('{"case": "wolf__yaw_20"}\n' * 2)
-    assert "video wolf_yaw_20 is 2 times in the list" in refusal(capsys, *redirect_words(root))
-    assert "--sources is needed" in refusal(capsys, *redirect_words(root)[:-2])
+    assert "video wolf_yaw_20 is 2 times in the list" in refusal(capsys, benchmark.main, redirect_words(root))
+    assert "--sources is needed" in refusal(capsys, benchmark.main, redirect_words(root)[:-2])
     assert not (root / "out").exists()

@@ -11,6 +11,7 @@ from flow_grpo.data.splits import multicam_data
 from flow_grpo.rewards.camera.pose import PoseMeasurer
 from flow_grpo.rewards.process_pool import Outcome
 from flow_grpo.run.command_line import read_command_line
+from tests.refusals import refusal
 from tools import check_sources
 
 SMALL = ["data.num_frames=5", "data.height=24", "data.width=32", "data.tiny_world=unit_test"]
@@ -128,7 +129,4 @@ def test_held_out_items_are_neither_checked_nor_excluded(world, tmp_path, monkey
     ],
 )
 def test_invalid_settings_are_one_line_and_exit_code_2(world, tmp_path, capsys, more, message):
-    assert check_sources.main(words(world, tmp_path / "usable.json", *more)) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1
-    assert message in error
+    assert message in refusal(capsys, check_sources.main, words(world, tmp_path / "usable.json", *more))

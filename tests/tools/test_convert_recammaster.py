@@ -20,6 +20,7 @@ from flow_grpo.models.wan_policy import load_networks
 from tests.memory import peak_mib, resident_mib
 from tests.models.test_convert import checkpoint, same
 from tests.models.test_recam_transformer import base_wan, inputs
+from tests.refusals import refused
 from tests.tiny_models import make_tiny_folder, tiny_transformer
 from tools import convert_recammaster as tool
 from tools.conversion import model_folder
@@ -49,12 +50,6 @@ def run(tmp_path: Path, state, wan: Path, *more: str) -> int:
     file = tmp_path / "step.ckpt"
     torch.save(state, file)
     return tool.main(["--recammaster", str(file), "--wan", str(wan), "--out", str(tmp_path / "out"), *more])
-
-
-def refused(capsys, *words: str) -> bool:
-    """Return whether the tool printed one line with all the words on stderr."""
-    said = capsys.readouterr().err
-    return said.startswith("error: ") and said.count("\n") == 1 and all(word in said for word in words)
 
 
 def weights(tmp_path: Path) -> dict[str, torch.Tensor]:

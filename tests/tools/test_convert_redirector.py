@@ -15,6 +15,7 @@ from flow_grpo.models.networks.redirector_transformer import ReDirectorTransform
 from flow_grpo.models.networks.transformers import load_transformer
 from tests.models.test_convert import redirector_files, same
 from tests.models.test_redirector_transformer import inputs
+from tests.refusals import refused
 from tests.tiny_models import make_tiny_redirector_folder, tiny_redirector
 from tools import convert_redirector as tool
 
@@ -36,12 +37,6 @@ def run(given: dict[str, Path], out: Path, *more: str) -> int:
     return tool.main(
         [word for name, path in given.items() for word in (f"--{name}", str(path))] + ["--out", str(out), *more]
     )
-
-
-def refused(capsys, *words: str) -> bool:
-    """Return whether the tool printed one line with all the words on stderr."""
-    said = capsys.readouterr().err
-    return said.startswith("error: ") and said.count("\n") == 1 and all(word in said for word in words)
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ from flow_grpo.models.networks.transformers import load_transformer
 from flow_grpo.models.video_model import WAN_1_3B
 from flow_grpo.runtime import device as device_api
 from tests.limits import LIMIT_S
+from tests.refusals import refusal
 from tools import device_report
 from tools.device import counts, kernels, networks, timing
 from tools.device.kernels import SIZES, Setting, VideoSize
@@ -247,9 +248,7 @@ def test_the_most_important_parts_come_first() -> None:
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(words, told, capsys) -> None:
-    assert device_report.main(words) == 2
-    said = capsys.readouterr().err
-    assert told in said and said.count("\n") == 1
+    assert told in refusal(capsys, device_report.main, words)
 
 
 def test_a_forward_of_the_real_size_is_955_tflop() -> None:

@@ -17,6 +17,7 @@ from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.networks.transformers import load_transformer
 from flow_grpo.run import starts
 from flow_grpo.settings.loading import load_config
+from tests.refusals import refusal
 from tools import evaluate
 from tools.evaluation import videos
 from tools.generate import generate
@@ -132,9 +133,7 @@ def test_a_second_call_generates_missing_videos_and_none_into_a_folder_with_othe
     ],
 )
 def test_unusable_arguments_are_one_line(world, tmp_path, capsys, more, message):
-    assert evaluate.main([*words(world, tmp_path / "out"), *more]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and message in line
+    assert message in refusal(capsys, evaluate.main, [*words(world, tmp_path / "out"), *more])
     assert not (tmp_path / "out" / videos.VIDEOS).exists()
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 import train_grpo
 from flow_grpo.reporting.drawing import plots
+from tests.refusals import error_line
 from tests.tiny_models import make_tiny_folder
 from tools import evaluate, export_adapter
 from tools.evaluation import videos
@@ -67,8 +68,7 @@ def test_unusable_arguments_are_refused_in_one_line(run, tmp_path, capsys):
     assert exported(run, 7, tmp_path / "b") == 2
     assert "checkpoint_000007" in capsys.readouterr().err
     assert exported(run, 2, tmp_path) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: --out") and error.count("\n") == 1
+    assert error_line(capsys).startswith("error: --out")
 
 
 def test_the_evaluation_takes_a_checkpoint_like_its_adapter_and_keeps_other_videos(run, tmp_path, capsys):

@@ -24,6 +24,7 @@ from flow_grpo.models.networks.transformers import load_transformer
 from flow_grpo.run import starts
 from flow_grpo.runtime.video_file import write_video
 from flow_grpo.settings.loading import load_config
+from tests import refusals
 from tests.models.test_adapters import LORA, move
 from tools import generate
 from tools.evaluation.inputs import find_generated
@@ -62,10 +63,7 @@ def made(source: Path, *given: object, name: str = "room_arc_left-0.5", **change
 def refusal(capsys, given: list[str]) -> str:
     """Return the one line that says why nothing is generated; no network may be loaded before."""
     with mock.patch.object(generate, "load_networks", side_effect=AssertionError("loaded")):
-        assert generate.main(given) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    return line
+        return refusals.refusal(capsys, generate.main, given)
 
 
 def test_a_video_appears_in_the_folder_of_its_source_and_side_by_side_with_it(source, capsys):
@@ -289,8 +287,7 @@ def test_a_result_replaces_neither_another_nor_what_it_is_made_from(source, tmp_
 def test_an_adapter_of_another_model_is_one_line(source, tmp_path, capsys):
     folder = saved_adapter(tmp_path / "adapter")
     (folder / adapter_files.CAMERA_FILE).unlink()
-    assert generate.main(words(source, "--adapter", folder)) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refusals.refusal(capsys, generate.main, words(source, "--adapter", folder))
     assert line == f"error: adapter {folder} lacks camera_modules.safetensors with 10 tensors; copy the whole folder"
 
 

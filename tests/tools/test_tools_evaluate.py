@@ -19,6 +19,7 @@ from flow_grpo.maths.path_errors import CONVENTIONS, path_errors
 from flow_grpo.maths.poses import preset_path
 from flow_grpo.rewards.camera.structure_from_motion import Estimate
 from flow_grpo.runtime.video_file import write_video
+from tests.refusals import refusal
 from tools import evaluate
 from tools.evaluation import inputs
 
@@ -232,16 +233,7 @@ def test_an_incomparable_baseline_is_refused(place, capsys, change, message):
     content = run(place)
     change(content)
     (place / "baseline.json").write_text(json.dumps(content))
-    capsys.readouterr()
-    assert message in refusal(capsys, words(place, "--baseline", place / "baseline.json"))
-
-
-def refusal(capsys, given: list[str]) -> str:
-    """Return the one line of a call that cannot work."""
-    assert evaluate.main(given) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    return line
+    assert message in refusal(capsys, evaluate.main, words(place, "--baseline", place / "baseline.json"))
 
 
 @pytest.mark.parametrize(
@@ -258,13 +250,13 @@ def refusal(capsys, given: list[str]) -> str:
     ],
 )
 def test_unusable_arguments_are_one_line_and_exit_code_2_before_anything_is_measured(place, capsys, given, message):
-    assert message in refusal(capsys, words(place, *given))
+    assert message in refusal(capsys, evaluate.main, words(place, *given))
     assert CALLS == [] and not (place / "out").exists()
 
 
 def test_without_pycolmap_it_says_where_to_evaluate(place, capsys, monkeypatch):
     monkeypatch.setattr(evaluate.motion, "pycolmap", None)
-    assert "x86" in refusal(capsys, words(place))
+    assert "x86" in refusal(capsys, evaluate.main, words(place))
 
 
 def test_a_folder_of_generated_videos_is_measured_before_and_after_in_pairs(place, capsys, monkeypatch):
@@ -277,9 +269,9 @@ def test_a_folder_of_generated_videos_is_measured_before_and_after_in_pairs(plac
         record = {"tool": "tools/generate.py", "poses": preset_path("arc_left", FRAMES).tolist(), "source": name}
         (folder / f"{name}.json").write_text(json.dumps(record | {"camera_name": "arc_left", "before": True}))
     given = [str(folder), "--workers", "0", "--no-plots"]
-    assert "--focal-px is None, must be the focal length in pixels" in refusal(capsys, given)
+    assert "--focal-px is None, must be the focal length in pixels" in refusal(capsys, evaluate.main, given)
     given += ["--focal-px", "30"]
-    small = refusal(capsys, given)
+    small = refusal(capsys, evaluate.main, given)
     assert "a.mp4 is 24 rows high, must be at least 96" in small and "a_beside.mp4" in small
     monkeypatch.setattr(inputs, "LEAST_ROWS", 24)
     assert evaluate.main(given) == 0
@@ -315,4 +307,4 @@ def test_a_folder_of_generated_videos_is_measured_before_and_after_in_pairs(plac
     ],
 )
 def test_one_origin_of_the_videos_must_be_given(capsys, given, message):
-    assert message in refusal(capsys, given)
+    assert message in refusal(capsys, evaluate.main, given)

@@ -19,6 +19,7 @@ import pytest
 from flow_grpo.reporting.metric_files import MetricFiles
 from flow_grpo.runtime.checkpoints.checkpoint import published
 from flow_grpo.runtime.checkpoints.run_lock import LOCK, RunLock
+from tests.refusals import refusal
 from tools import watch
 
 ROOT = Path(__file__).parents[2]
@@ -209,9 +210,8 @@ def test_of_several_runs_the_newest_is_shown_and_named(tmp_path, capsys):
 @pytest.mark.parametrize(("name", "what"), [("missing", "is no folder"), ("empty", "holds no run")])
 def test_where_there_is_no_run_one_line_says_so(tmp_path, capsys, name, what):
     (tmp_path / "empty").mkdir()
-    assert watch.main([str(tmp_path / name)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: RUN: {tmp_path / name} {what}, must be") and error.count("\n") == 1
+    error = refusal(capsys, watch.main, [tmp_path / name])
+    assert error.startswith(f"error: RUN: {tmp_path / name} {what}, must be")
 
 
 def test_a_metric_out_of_its_bounds_is_shown_with_the_remedy(tmp_path, capsys):
