@@ -27,6 +27,7 @@ from flow_grpo.run.trainer import Trainer
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.sharding import averaging_gradients
 from flow_grpo.settings.sampling import Sampling
+from tests.command import command
 from tests.tiny_models import make_tiny_folder
 from tests.untuned import UNTUNED
 
@@ -61,8 +62,7 @@ def make_places(folder: Path) -> dict[str, str]:
 
 def words(places: dict[str, str], **changes: object) -> list[str]:
     """Return a command line of the small recipe."""
-    knobs = {**SMALL, **places} | {name.replace("__", "."): value for name, value in changes.items()}
-    return ["--config", f"{ROOT}/config/grpo.py:tiny_recam", *(f"--config.{n}={v}" for n, v in knobs.items())]
+    return command({**SMALL, **places}, **changes)
 
 
 def build_trainer(given: list[str], world: World | None = None) -> Trainer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +16,8 @@ from flow_grpo.maths.sde import log_prob
 from flow_grpo.settings.errors import ConfigError, refusal
 from flow_grpo.settings.loading import load_config
 from flow_grpo.settings.objectives import OBJECTIVES, Traits
+from tests.command import command
 from tests.test_train_grpo import SMALL, metrics_of
-
-ROOT = Path(__file__).parents[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,21 +74,20 @@ def entry(monkeypatch):
     monkeypatch.setitem(OBJECTIVES, "last_step", traits)
 
 
-def recipe(*changes: str, **knobs: object) -> list[str]:
-    given = SMALL | {"train.objective": "last_step"} | {n.replace("__", "."): v for n, v in knobs.items()}
-    return [f"{ROOT}/config/grpo.py:tiny_recam", *(f"--config.{name}={value}" for name, value in given.items())]
+def recipe(**knobs: object) -> list[str]:
+    return command(SMALL | {"train.objective": "last_step"}, **knobs)
 
 
 def test_it_trains_two_epochs_examined_before(tmp_path, capsys):
-    spec, *words = recipe(output_root=tmp_path, run_name="run", data__root=tmp_path / "world", doctor="fast")
-    assert train_grpo.main(["--config", spec, *words]) == 0
+    given = recipe(output_root=tmp_path, run_name="run", data__root=tmp_path / "world", doctor="fast")
+    assert train_grpo.main(given) == 0
     assert "doctor:" in capsys.readouterr().out
     rows = [row for row in metrics_of(tmp_path / "run") if "train/grad_norm" in row]
     assert len(rows) == 2 and all(row["train/grad_norm"] > 0 for row in rows)
 
 
 def test_it_is_planned_by_its_traits_and_refused_where_they_forbid():
-    spec, *words = recipe(sample__sde_window=2)
+    _, spec, *words = recipe(sample__sde_window=2)
     assert make_plan(load_config(spec, words), 1, 1e12).update_calls == 2  # one pass of each of two batches
     grpo = load_config(spec, [*words, "--config.train.objective=grpo"])
     assert make_plan(grpo, 1, 1e12).update_calls == 4

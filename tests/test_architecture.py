@@ -161,12 +161,10 @@ def _reaches_model_libraries(name: str) -> bool:
     if name.partition(".")[0] in ("diffusers", "transformers"):
         return True
     parts = name.split(".")
-    helpers = [f"{'/'.join(parts[:end])}.py" for end in range(2, len(parts) + 1)] if parts[0] == "tools" else []
-    return (
-        any(_reaches_model_libraries(other) for helper in sources(*helpers) for other in imports(helper.tree))
-        if helpers
-        else False
-    )
+    if parts[0] != "tools" or len(parts) == 1:
+        return False
+    helpers = [f"{'/'.join(parts[:end])}.py" for end in range(2, len(parts) + 1)]
+    return any(_reaches_model_libraries(other) for helper in sources(*helpers) for other in imports(helper.tree))
 
 
 def _is_program(source: Source) -> bool:
@@ -214,26 +212,6 @@ def test_vendor_words_stay_in_the_device_module() -> None:
     refuse([text for source in others for text in _imports_any(source, "torch_npu", *VENDOR_NAMES)])
 
 
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("torch.cuda.synchronize()", 1),
-        ("video.cuda()", 1),
-        ("video.to('cuda:1')", 1),
-        ("video.to(f'cuda:{rank}')", 1),
-        ("os.environ['ASCEND_RT_VISIBLE_DEVICES']", 1),
-        ("torch.backends.cudnn.allow_tf32 = False", 1),
-        ("video.is_cuda", 1),
-        ("init('cpu:gloo,npu:HCCL')", 1),
-        ("import torch_npu\ntorch_npu.npu", 1),
-        ("run('my_recam_8npu')", 0),
-        ("def f():\n    'cuda'", 0),
-    ],
-)
-def test_the_vendor_search_finds_words_in_use_and_leaves_names_alone(line: str, found: int) -> None:
-    assert len(list(_vendor_words(Source("x.py", ast.parse(line), 1)))) == found
-
-
 CONSTRUCTORS = ("torch.tensor", "torch.zeros", "torch.ones", "torch.full", "torch.empty")
 WIDE_TYPES = ("float64", "double", "complex64", "complex128")
 
@@ -269,18 +247,29 @@ def test_float64_is_for_maths_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "found"),
+    ("search", "line", "found"),
     [
-        ("x.double()", 1),
-        ("x.double().cpu()", 1),
-        ("x.cpu().double()", 0),
-        ("x.to(torch.float64)", 1),
-        ("torch.zeros(3, dtype=torch.float64)", 0),
-        ("torch.zeros(3, dtype=torch.float64, device=device)", 1),
+        (_vendor_words, "torch.cuda.synchronize()", 1),
+        (_vendor_words, "video.cuda()", 1),
+        (_vendor_words, "video.to('cuda:1')", 1),
+        (_vendor_words, "video.to(f'cuda:{rank}')", 1),
+        (_vendor_words, "os.environ['ASCEND_RT_VISIBLE_DEVICES']", 1),
+        (_vendor_words, "torch.backends.cudnn.allow_tf32 = False", 1),
+        (_vendor_words, "video.is_cuda", 1),
+        (_vendor_words, "init('cpu:gloo,npu:HCCL')", 1),
+        (_vendor_words, "import torch_npu\ntorch_npu.npu", 1),
+        (_vendor_words, "run('my_recam_8npu')", 0),
+        (_vendor_words, "def f():\n    'cuda'", 0),
+        (_doubles, "x.double()", 1),
+        (_doubles, "x.double().cpu()", 1),
+        (_doubles, "x.cpu().double()", 0),
+        (_doubles, "x.to(torch.float64)", 1),
+        (_doubles, "torch.zeros(3, dtype=torch.float64)", 0),
+        (_doubles, "torch.zeros(3, dtype=torch.float64, device=device)", 1),
     ],
 )
-def test_the_float64_search_tells_device_from_cpu(line: str, found: int) -> None:
-    assert len(list(_doubles(Source("x.py", ast.parse(line), 1)))) == found
+def test_searches_find_vendor_words_in_use_and_float64_that_may_meet_a_device(search, line: str, found: int) -> None:
+    assert len(list(search(Source("x.py", ast.parse(line), 1)))) == found
 
 
 # --- things that are not done

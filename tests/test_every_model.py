@@ -20,6 +20,7 @@ from flow_grpo.models.registry import VIDEO_MODELS
 from flow_grpo.preflight.dry_run import epoch_tensors
 from flow_grpo.run.starts import configuration_of
 from flow_grpo.settings.loading import load_config
+from tests.command import command
 from tests.some import some
 from tests.test_train_grpo import SMALL, _train, assert_equal_state, metrics_of, newest
 from tests.workers import run_ranks
@@ -66,9 +67,8 @@ def knobs(request, tmp_path_factory) -> dict[str, object]:
 
 
 def words(knobs: dict[str, object], out: Path, **changes: object) -> list[str]:
-    changed = knobs | {"output_root": out, "run_name": "run"} | {n.replace("__", "."): v for n, v in changes.items()}
-    recipe = "tiny_wan_t2v" if changed["model.kind"] == "wan_t2v" else "tiny_recam"
-    return ["--config", f"{ROOT}/config/grpo.py:{recipe}", *(f"--config.{name}={v}" for name, v in changed.items())]
+    recipe = "tiny_wan_t2v" if knobs["model.kind"] == "wan_t2v" else "tiny_recam"
+    return command(knobs | {"output_root": out, "run_name": "run"}, recipe=recipe, **changes)
 
 
 @every_model("wan_t2v")

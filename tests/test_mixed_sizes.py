@@ -21,7 +21,18 @@ from flow_grpo.runtime.clock import Clock
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.sampling import Sampling
 from flow_grpo.settings.schema import Config, EvalConfig
-from tests.toy import SDE, SIGMAS, BrightnessReward, ToyPolicy, collector, condition, reward_config, update, updater
+from tests.toy import (
+    SDE,
+    SIGMAS,
+    BrightnessReward,
+    ToyPolicy,
+    collector,
+    condition,
+    reward_config,
+    update,
+    updater,
+    weights_of,
+)
 from tests.workers import run_ranks
 
 SIZES = [(5, 2, 2), (9, 2, 4), (5, 4, 2)]
@@ -90,9 +101,10 @@ def test_a_round_of_mixed_sizes_takes_as_few_calls_as_its_sizes_allow():
     assert len(policy.calls) < 24 * steps / 2
 
 
-def test_every_sample_equals_the_one_rolled_out_alone_and_has_its_place():
+def test_every_sample_equals_the_one_rolled_out_alone_and_is_gathered_in_sampling_order():
     policy = ConvPolicy()
     batches = sample(World(), policy)
+    gathered = compare.gather(batches, World())
     assert sorted(place for batch in batches for place in batch.positions.tolist()) == list(range(24))
     draws = collector(World(), policy, debug=False, train_batch_size=4, num_batches_per_epoch=6).stream.sampler
     wanted = [(gid, slot) for step in range(6) for _, gid, slot, _ in draws.plan(step)[0]]
@@ -106,6 +118,9 @@ def test_every_sample_equals_the_one_rolled_out_alone_and_has_its_place():
             torch.testing.assert_close(alone.trajectory.states[0], states, rtol=0, atol=1e-5)
             reward = batch.rewards["brightness"].values[row]
             assert reward.item() == pytest.approx(policy.decode(alone.final_latents).mean().item(), abs=1e-5)
+            assert (int(gathered.gids[position]), int(gathered.slots[position])) == wanted[position]
+            assert tuple(gathered.sizes[position].tolist()) == made.size
+            assert gathered.rewards["brightness"][position] == reward
 
 
 def _with_and_without_shared_prefixes(world: World) -> bool:
@@ -134,21 +149,6 @@ def test_whole_groups_on_a_rank_have_their_rows_in_order():
             assert torch.equal(tensor, once.tensors()[name].repeat_interleave(4, dim=0))
 
 
-def test_gathered_samples_are_in_sampling_order_whatever_was_rolled_out_first():
-    policy = ConvPolicy()
-    batches = sample(World(), policy)
-    gathered = compare.gather(batches, World())
-    by_position = {
-        position: (made.gid, made.slot, made.size, float(batch.rewards["brightness"].values[row]))
-        for batch in batches
-        for row, (position, made) in enumerate(zip(batch.positions.tolist(), batch.conditions, strict=True))
-    }
-    for position, (gid, slot, size, value) in by_position.items():
-        assert (int(gathered.gids[position]), int(gathered.slots[position])) == (gid, slot)
-        assert tuple(gathered.sizes[position].tolist()) == size
-        assert gathered.rewards["brightness"][position] == value
-
-
 @pytest.mark.parametrize(("micro", "updates"), [(1, 1), (3, 1), (4, 3)])
 def test_the_update_never_mixes_sizes_and_does_not_depend_on_its_micro_batches(micro, updates):
     moved = []
@@ -160,9 +160,8 @@ def test_the_update_never_mixes_sizes_and_does_not_depend_on_its_micro_batches(m
         metrics = update(updating, batch)
         assert metrics["train/updates"] == updates
         assert {shape[1:] for shape in policy.calls} == {(2, 2, 2, 2), (2, 3, 2, 4), (2, 2, 4, 2)}
-        moved.append(torch.cat([parameter.detach().flatten() for parameter in policy.net.parameters()]))
-    start = torch.cat([parameter.detach().flatten() for parameter in ConvPolicy().net.parameters()])
-    assert (moved[0] - start).abs().max() > 1e-5
+        moved.append(weights_of(policy))
+    assert (moved[0] - weights_of(ConvPolicy())).abs().max() > 1e-5
     torch.testing.assert_close(moved[0], moved[1], rtol=0, atol=1e-7)
 
 
@@ -176,21 +175,19 @@ def test_the_first_ratio_is_exactly_one_where_micro_batches_are_the_rollout_s():
     assert not updating.plan(mixed_up, 0).as_rolled_out
 
 
-def _two_ranks(world: World) -> tuple[Tensor, list[tuple[int, ...]]]:
+def _two_ranks(world: World) -> Tensor:
     policy = ConvPolicy()
     batches = sample(world, policy, train_batch_size=4 // world.data.size)
     batch = training_batch(world, batches)
     if world.data.size > 1:
         policy.module = DistributedDataParallel(policy.net)
-    policy.calls.clear()
     update(updater(policy, world=world, batch_size=2), batch)
-    return torch.cat([p.detach().flatten() for p in policy.net.parameters()]), policy.calls
+    return weights_of(policy)
 
 
 def test_two_ranks_make_the_update_of_one_with_mixed_sizes():
-    alone, _ = _two_ranks(World())
-    results = run_ranks(_two_ranks, 2)
-    for weights, _ in results:
+    alone = _two_ranks(World())
+    for weights in run_ranks(_two_ranks, 2):
         torch.testing.assert_close(weights, alone, rtol=0, atol=1e-6)
 
 
@@ -219,12 +216,9 @@ def _evaluate(world: World, number: int = 20, sizes: int = 3) -> tuple[dict[str,
     return metrics, policy.calls
 
 
-def test_a_small_evaluation_is_spread_over_the_ranks_rather_than_batched():
+def test_a_small_evaluation_is_spread_over_the_ranks_and_another_batches_more_of_the_smaller_videos():
     for _, calls in run_ranks(_evaluate, 4, 4, 1):
         assert [shape[0] for shape in calls] == [1] * (len(SIGMAS) - 1)
-
-
-def test_an_evaluation_batches_more_of_the_smaller_videos():
     metrics, calls = _evaluate(World())
     rows = {shape[1:]: max(s[0] for s in calls if s[1:] == shape[1:]) for shape in calls}
     assert rows[(2, 3, 2, 4)] == 4  # 72 pixels a video

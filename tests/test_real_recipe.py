@@ -27,6 +27,7 @@ from flow_grpo.data.tiny_world import WorldSpec, write_tiny_world
 from flow_grpo.maths.keys import key
 from flow_grpo.maths.schedule import window_of, windows
 from flow_grpo.runtime.ranks.process_group import World
+from tests.command import command
 from tests.test_train_grpo import _train
 from tests.workers import run_ranks
 
@@ -155,7 +156,8 @@ def run(places, tmp_path_factory) -> Run:
     """The recipe's epoch. Its 16 loader processes would import everything once more each: a minute on 2 cores."""
     folder = tmp_path_factory.mktemp("run")
     given = knobs(folder, places | {"data.num_workers": "0"})
-    assert run_ranks(_witnessed, WORLD_SIZE, folder, words(given), timeout=LIMIT_S, fresh=True) == [0] * WORLD_SIZE
+    words = command(given, recipe="my_recam_8npu")
+    assert run_ranks(_witnessed, WORLD_SIZE, folder, words, timeout=LIMIT_S, fresh=True) == [0] * WORLD_SIZE
     return left_by((folder / "said").read_text(encoding="utf-8"), folder, given)
 
 
@@ -189,11 +191,6 @@ def knobs(folder: Path, changes: dict[str, str]) -> dict[str, str]:
     } | changes
 
 
-def words(given: dict[str, str]) -> list[str]:
-    """Return the command line of the recipe."""
-    return ["--config", "config/grpo.py:my_recam_8npu", *(f"--config.{name}={value}" for name, value in given.items())]
-
-
 def launch(folder: Path, given: dict[str, str]) -> Run:
     """Start the recipe by torchrun in `folder` and wait; fails unless it ends well on every rank."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORLD_SIZE}"]
@@ -201,7 +198,7 @@ def launch(folder: Path, given: dict[str, str]) -> Run:
     found = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     found |= environment(folder) | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PYTHONUTF8": "1"}
     process = subprocess.Popen(
-        [*command, "train_grpo.py", *words(given)],
+        [*command, "train_grpo.py", *command(given, recipe="my_recam_8npu")],
         cwd=ROOT,
         env=found | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -270,9 +267,7 @@ def test_nothing_but_size_and_place_was_overridden(run):
     used = flat(json.loads((run.folder / "config.json").read_text()))
     recipe = flat(json.loads(json.dumps(my_recam_8npu().to_dict())))
     assert {name for name in used if used[name] != recipe[name]} == set(run.given)
-
-
-def test_the_tracker_of_the_recipe_goes_offline_by_itself(run):
+    # Its tracker goes offline by itself.
     assert my_recam_8npu().trackers == ("wandb",)
     assert list(run.folder.glob("wandb/offline-run-*"))
 
@@ -299,7 +294,7 @@ def test_rank_0_prints_the_group_structure_with_the_recipe_s_shapes(run):
     assert len(groups) == E.W * E.local // E.k and all(line.count(" on rank ") == E.k for line in groups)
 
 
-def test_every_rank_holds_the_keys_in_the_recipe_s_shapes(run):
+def test_every_rank_holds_keys_videos_and_rewards_in_the_recipe_s_shapes(run):
     states = [E.local, E.K, *E.latent]
     rewards = {name: [E.local] for name in (*my_recam_8npu().reward.weights, "avg")}
     expected = {
@@ -316,10 +311,9 @@ def test_every_rank_holds_the_keys_in_the_recipe_s_shapes(run):
     for seen in run.ranks:
         assert seen["batches"] == [expected]
         assert seen["finite"]
-
-
-def test_rewards_are_repeated_over_the_trained_steps_and_gathered_from_all_ranks(run):
-    for seen in run.ranks:
+        videos = [shape for phase, *shape in seen["videos"] if phase == "sample"]
+        assert videos == [[E.B, 3, FRAMES, HEIGHT, WIDTH]] * E.nb
+        # Rewards are repeated over the trained steps and gathered from all ranks.
         assert seen["repeated"] == [[E.local, E.K]]
         assert seen["rewards"] == {name: [E.W * E.local] for name in my_recam_8npu().reward.weights}
         assert len(seen["advantages"]) == E.local
@@ -339,12 +333,6 @@ def test_gathered_samples_are_whole_groups_whose_copies_lie_on_different_ranks(r
         own = [value for value, other in zip(advantages, gids, strict=True) if other == gid]
         assert sum(own) == pytest.approx(0, abs=1e-4)
     assert max(map(abs, advantages)) > 0.1
-
-
-def test_videos_of_a_batch_and_rank_have_the_recipe_s_shape(run):
-    for seen in run.ranks:
-        videos = [shape for phase, *shape in seen["videos"] if phase == "sample"]
-        assert videos == [[E.B, 3, FRAMES, HEIGHT, WIDTH]] * E.nb
 
 
 def rows_of(calls: dict[str, int], kind: str) -> int:

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import train_grpo
+from tests.command import command
 from tests.test_train_grpo import _train, learned, metrics_of, words
 from tests.tiny_models import make_tiny_folder
 from tests.workers import run_ranks
 
 pytestmark = pytest.mark.usefixtures("without_curves")
-ROOT = Path(__file__).parents[1]
 # What makes `my_recam_8npu_tiny` small, and nothing else.
 SMALL = {
     "device": "cpu",
@@ -62,11 +62,9 @@ def assert_equal_runs(one: Path, other: Path, *, epochs: int) -> None:
 def test_the_recipe_on_2_ranks_that_share_every_sample_is_that_of_one(world, tmp_path):
     """With its LoRA, prefixes of groups, steps after the window, weights of steps and average; and chosen copies."""
     knobs = SMALL | {"data.root": world, "output_root": tmp_path, "train.copies": 2}
-    given = ["--config", f"{ROOT}/config/grpo.py:my_recam_8npu_tiny"]
-    given += [f"--config.{name}={value}" for name, value in knobs.items()]
-    assert train_grpo.main([*given, "--config.run_name=one"]) == 0
-    given += ["--config.train.context_parallel=2", "--config.run_name=two"]
-    assert run_ranks(_train, 2, given) == [0, 0]
+    assert train_grpo.main(command(knobs, recipe="my_recam_8npu_tiny", run_name="one")) == 0
+    two = command(knobs, recipe="my_recam_8npu_tiny", run_name="two", train__context_parallel=2)
+    assert run_ranks(_train, 2, two) == [0, 0]
     assert_equal_runs(tmp_path / "one", tmp_path / "two", epochs=2)
 
 

@@ -34,13 +34,13 @@ from flow_grpo.run.command_line import read_command_line
 from flow_grpo.run.trainer import Trainer
 from flow_grpo.runtime.checkpoints import checkpoint, state_files
 from flow_grpo.runtime.checkpoints.sharded_state import join_shards
-from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import InputError, World
 from flow_grpo.runtime.ranks.start_up import raise_on_all_ranks
 from flow_grpo.runtime.video_file import write_video
+from tests.command import command
 from tests.tiny_models import make_tiny_folder
 from tests.untuned import UNTUNED
-from tests.workers import run_ranks
+from tests.workers import already_met, run_ranks
 
 ROOT = Path(__file__).parents[1]
 SMALL = UNTUNED | {
@@ -89,13 +89,7 @@ def places(tmp_path_factory) -> dict[str, str]:
 
 
 def words(places: dict[str, str], output: Path, recipe: str = "tiny_recam", **changes) -> list[str]:
-    knobs = {**SMALL, **places, "output_root": str(output), "run_name": "run"}
-    knobs |= {name.replace("__", "."): value for name, value in changes.items()}
-    return [
-        "--config",
-        f"{ROOT}/config/grpo.py:{recipe}",
-        *(f"--config.{name}={value}" for name, value in knobs.items()),
-    ]
+    return command({**SMALL, **places, "output_root": output, "run_name": "run"}, recipe=recipe, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -208,8 +202,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(places, tmp_path,
     whole, parts = newest(uninterrupted), newest(tmp_path / "run")
     assert_equal_state(whole, parts)
     moments = [value for name, value in whole.items() if name.endswith("exp_avg_sq")]
-    assert all(value.abs().max() > 0 for value in moments)
-    assert moments
+    assert moments and all(value.abs().max() > 0 for value in moments)
     assert any(name.startswith("learned/ema/") for name in whole)
     names = ("reward/mean", "reward/advantage_abs", "reward/motion_mag_weight", "reward/target_view_gated")
     rewards = [
@@ -307,12 +300,7 @@ def test_a_run_without_epochs_measures_and_leaves_its_configuration(places, tmp_
 
 
 def _train(world: World, given: list[str]) -> int:
-    """Run main() on ranks whose process group already exists and is kept."""
-    with (
-        mock.patch.object(train_grpo, "set_up_rank", return_value=(torch.device("cpu"), world)),
-        mock.patch.object(process_group, "shut_down"),
-        mock.patch.object(plots, "draw_curves"),
-    ):
+    with already_met(train_grpo, world), mock.patch.object(plots, "draw_curves"):
         return train_grpo.main(given)
 
 
@@ -367,9 +355,7 @@ def test_8_ranks_of_the_dapo_twin_resample_and_fall_back(tmp_path):
         "doctor": "off",
         "data.root": str(tmp_path / "world"),
     }
-    given = ["--config", f"{ROOT}/config/grpo.py:my_recam_8npu_dapo_tiny"]
-    given += [f"--config.{name}={value}" for name, value in knobs.items()]
-    assert run_ranks(_train, 8, given) == [0] * 8
+    assert run_ranks(_train, 8, command(knobs, recipe="my_recam_8npu_dapo_tiny")) == [0] * 8
     rows = [row for row in metrics_of(tmp_path / "run") if "policy/ratio_mean" in row]
     assert sum(row["dyn/resample_rounds"] for row in rows) >= 1
     assert sum(row["dyn/fallback"] for row in rows) >= 1

@@ -14,6 +14,7 @@ its ranks, and the next call starts new ones. Use `fresh=True` for a function th
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import faulthandler
 import multiprocessing
@@ -26,11 +27,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -38,7 +40,7 @@ import torch
 
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks import process_group
-from flow_grpo.runtime.ranks.process_group import Timeouts
+from flow_grpo.runtime.ranks.process_group import Timeouts, World
 from tests.limits import LIMIT_S
 
 ROOT = Path(__file__).parents[1]
@@ -105,6 +107,16 @@ def context() -> multiprocessing.context.ForkServerContext:
     with mock.patch.dict(os.environ, environment):  # before torch is imported there
         multiprocessing.forkserver.ensure_running()
     return made
+
+
+@contextlib.contextmanager
+def already_met(program: ModuleType, world: World) -> Iterator[None]:
+    """Let a program's main() run on a rank whose process group is there and stays."""
+    with (
+        mock.patch.object(program, "set_up_rank", return_value=(torch.device("cpu"), world)),
+        mock.patch.object(process_group, "shut_down"),
+    ):
+        yield
 
 
 def without_npu() -> ProcessPoolExecutor:

@@ -21,12 +21,6 @@ from tests.test_train_grpo import _train, assert_equal_state, learned, newest
 from tests.workers import run_ranks
 
 
-@pytest.fixture(scope="module")
-def trainer(places, tmp_path_factory):
-    """A run as built, which no test may change."""
-    return build_trainer(words(places, output_root=tmp_path_factory.mktemp("runs")))
-
-
 def state_of(trainer) -> dict[str, torch.Tensor]:
     """Return everything that a run depends on."""
     module = trainer.updater.policy.module
@@ -36,11 +30,11 @@ def state_of(trainer) -> dict[str, torch.Tensor]:
     return weights | gradients | {"random": torch.get_rng_state(), "sampler": position}
 
 
-def test_a_sound_run_passes_and_is_left_as_it_was(trainer):
-    before = state_of(trainer)
-    assert statuses(run_checks(trainer, {"rollout": full(1)["rollout"]})) == {}
-    assert_equal_state(before, state_of(trainer))
-    assert trainer.updater.optimizer.state_dict()["state"] == {}
+def test_a_sound_run_passes_and_is_left_as_it_was(built):
+    before = state_of(built)
+    assert statuses(run_checks(built, {"rollout": full(1)["rollout"]})) == {}
+    assert_equal_state(before, state_of(built))
+    assert built.updater.optimizer.state_dict()["state"] == {}
 
 
 def test_a_learning_rate_that_replaces_the_weights_fails_before_training(places, tmp_path):
@@ -48,26 +42,26 @@ def test_a_learning_rate_that_replaces_the_weights_fails_before_training(places,
     assert statuses(run_checks(trainer, FAST)) == {"rate": "fail"}
 
 
-def test_a_video_that_cannot_be_read_is_a_failed_rollout(trainer):
-    with mock.patch.object(type(training_data(trainer)), "condition", side_effect=ValueError("video x is broken")):
-        (found,) = [found for found in run_checks(trainer, FAST) if found.status == "fail"]
+def test_a_video_that_cannot_be_read_is_a_failed_rollout(built):
+    with mock.patch.object(type(training_data(built)), "condition", side_effect=ValueError("video x is broken")):
+        (found,) = [found for found in run_checks(built, FAST) if found.status == "fail"]
     assert found.name == "rollout" and "video x is broken" in found.measured
 
 
-def test_layers_are_compared_only_when_calls_differ(trainer):
+def test_layers_are_compared_only_when_calls_differ(built):
     compare = probe.layer_differing_from_rollout
     with mock.patch.object(probe, "layer_differing_from_rollout", side_effect=compare) as layer:
-        run_checks(trainer, FAST)
+        run_checks(built, FAST)
         layer.assert_not_called()
         with doctor_cases.rounded_latents():
-            found = {found.name: found for found in run_checks(trainer, FAST) if found.status == "fail"}
+            found = {found.name: found for found in run_checks(built, FAST) if found.status == "fail"}
     assert set(found) == {"latents_fp32", "ratio"} and "input 0 differs first" in found["ratio"].measured
 
 
-def test_replays_that_need_not_be_bit_exact_still_show_rounded_latents(trainer):
+def test_replays_that_need_not_be_bit_exact_still_show_rounded_latents(built):
     """As on an accelerator, where the ratio may not show them."""
     with mock.patch.object(probe, "bit_exact", return_value=False), doctor_cases.rounded_latents():
-        assert statuses(run_checks(trainer, FAST))["latents_fp32"] == "fail"
+        assert statuses(run_checks(built, FAST))["latents_fp32"] == "fail"
 
 
 @pytest.mark.parametrize(("old_log_prob", "status"), [("rollout", "fail"), ("auto", "warn")])
@@ -86,11 +80,11 @@ def test_an_update_s_batch_size_is_examined_where_it_is_larger_than_the_rollout_
         assert statuses(run_checks(trainer, FAST)) == {"ratio_by_batch_size": status}
 
 
-def test_replays_must_be_bit_exact_on_the_cpu_in_fp32_without_compilation(trainer):
+def test_replays_must_be_bit_exact_on_the_cpu_in_fp32_without_compilation(built):
     for changes, exact in (({}, True), ({"dtype": "bf16"}, False), ({"compile": True}, False)):
-        model = dataclasses.replace(trainer.config.model, **changes)
-        changed = dataclasses.replace(trainer.config, model=model)
-        assert bit_exact(mock.Mock(config=changed, device=trainer.device)) is exact
+        model = dataclasses.replace(built.config.model, **changes)
+        changed = dataclasses.replace(built.config, model=model)
+        assert bit_exact(mock.Mock(config=changed, device=built.device)) is exact
 
 
 def test_a_digest_tells_moved_weights_from_the_same():

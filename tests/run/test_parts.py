@@ -28,9 +28,8 @@ def settings(world: Path, *changes: str):
 def test_the_data_has_the_recipe_s_sizes_and_origin(world):
     plain = multicam_data(settings(world).data, "val")
     assert plain.size_of(0) == (5, 24, 32) and plain.reference == "source"
-    changed = multicam_data(
-        settings(world, "--config.data.buckets=5x16x16", "--config.data.reference=target").data, "val"
-    )
+    other = settings(world, "--config.data.buckets=5x16x16", "--config.data.reference=target")
+    changed = multicam_data(other.data, "val")
     assert changed.size_of(0) == (5, 16, 16) and changed.reference == "target"
 
 
@@ -48,9 +47,7 @@ def test_scenes_set_aside_for_tuning_are_never_trained_on_and_measured_only_when
     assert names(held_out_data(report.data, report.eval)) == names(multicam_data(report.data, "val"))
     with pytest.raises(ValueError, match=r"data\.tune_scenes is 2, must be below the 2 training scenes"):
         training_data(settings(world, "--config.data.tune_scenes=2").data)
-
-
-def test_a_checkpoint_of_a_run_with_other_scenes_set_aside_is_of_other_data(world):
+    # A checkpoint of a run with other scenes set aside is of other data.
     trained = [training_data(settings(world, f"--config.data.tune_scenes={n}").data).fingerprint() for n in (0, 1)]
     assert trained[0] == multicam_data(settings(world).data, "train").fingerprint() != trained[1]
 
@@ -107,17 +104,12 @@ def test_the_sampler_knows_ranks_and_recipe(world):
     assert len(next(iter(sampler))) == config.sample.train_batch_size
 
 
-def test_the_optimizer_has_the_recipe_s_numbers():
-    config = load_config(TINY, ["--config.train.learning_rate=0.25", "--config.train.weight_decay=0.5"])
-    parameter = torch.nn.Parameter(torch.ones(2))
-    policy = types.SimpleNamespace(trained_parameters=lambda: [parameter])
-    (group,) = build.build_optimizer(config, policy).param_groups
-    assert (group["lr"], group["weight_decay"], group["betas"]) == (0.25, 0.5, (0.9, 0.999))
-
-
-def test_weights_that_read_the_camera_can_have_a_learning_rate_of_their_own():
+def test_the_optimizer_has_the_recipe_s_numbers_with_a_learning_rate_for_weights_that_read_the_camera():
     weights = [torch.nn.Parameter(torch.ones(size)) for size in (1, 2, 3)]
     policy = types.SimpleNamespace(trained_parameters=lambda: weights, camera_parameters=lambda: weights[1:2])
+    config = load_config(TINY, ["--config.train.learning_rate=0.25", "--config.train.weight_decay=0.5"])
+    (group,) = build.build_optimizer(config, policy).param_groups
+    assert (group["lr"], group["weight_decay"], group["betas"]) == (0.25, 0.5, (0.9, 0.999))
     config = load_config(TINY, ["--config.train.learning_rate=0.25", "--config.train.camera_learning_rate=0.5"])
     optimizer = build.build_optimizer(config, policy)
     assert [(group["lr"], [len(p) for p in group["params"]]) for group in optimizer.param_groups] == [

@@ -91,20 +91,13 @@ def test_a_checkpoint_of_an_earlier_version_without_a_history_is_restored(tmp_pa
     assert torch.equal(weights_of(restored), weights_of(policy))
 
 
-def test_the_learning_rate_is_the_configuration_s_not_the_checkpoint_s(tmp_path):
+def test_learning_rates_are_the_configuration_s_also_of_a_group_of_weights_that_had_none_of_its_own(tmp_path):
     state, policy = a_run(tmp_path)
     step(state, policy, 1)
     path = state.save(tmp_path, keep=1, world=World()).wait()
-    other, _ = a_run(tmp_path, lr=3e-4)
-    other.restore(path, world=World())
-    assert other.optimizer.param_groups[0]["lr"] == 3e-4
-    assert len(other.optimizer.state) == 4
-
-
-def test_a_run_goes_on_when_a_group_of_weights_gets_its_own_learning_rate(tmp_path):
-    state, policy = a_run(tmp_path)
-    step(state, policy, 1)
-    path = state.save(tmp_path, keep=1, world=World()).wait()
+    slower, _ = a_run(tmp_path, lr=3e-4)
+    slower.restore(path, world=World())
+    assert slower.optimizer.param_groups[0]["lr"] == 3e-4 and len(slower.optimizer.state) == 4
     other, restored = a_run(tmp_path, camera_lr=1e-2)  # in another order, at the same rate
     other.restore(path, world=World())
     for run, own in ((state, policy), (other, restored)):

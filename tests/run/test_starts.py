@@ -62,13 +62,6 @@ def test_a_resume_keeps_the_overrides_of_the_first_start(tmp_path):
     assert "  train.learning_rate: 0.0001 -> 0.0002" in said[said.index("  num_epochs: 200 -> 300") :]
 
 
-def test_a_name_without_a_run_is_said_to_start_afresh(tmp_path):
-    started(tmp_path)
-    said = again(tmp_path, "resume=auto", "run_name=frist")[1]
-    assert said == [f"nothing to resume in {tmp_path / 'frist'}: starts afresh"]
-    assert again(tmp_path, "run_name=frist")[1] == []
-
-
 def test_overrides_of_a_resume_go_on_top_of_the_run_s_own_numbers(tmp_path):
     started(tmp_path, "reward.weights=exposure=0.2,target_view=1", "sample.k=16")
     config, said = again(tmp_path, "resume=auto", "reward.weights.exposure=0.5", "sample.k=8")
@@ -85,28 +78,28 @@ def test_a_resume_without_changes_equals_the_first_start(tmp_path):
     assert "changed on the command line:" not in said
 
 
-@pytest.mark.parametrize("knobs", [(), ("resume=",)])
-def test_a_fresh_start_takes_the_recipe_s(tmp_path, knobs):
-    started(tmp_path, "train.learning_rate=2e-4")
-    config, said = again(tmp_path, *knobs)
-    assert config == load_config(TOY, words(tmp_path, *knobs)) and said == []
-
-
-def test_a_run_without_checkpoints_starts_afresh_with_the_recipe_s(tmp_path):
-    (started(tmp_path, "seed=7") / "checkpoints" / "checkpoint_000010").rmdir()
+def test_a_fresh_start_takes_the_recipe_s_and_a_restart_by_the_launcher_the_run_s_own(tmp_path, monkeypatch):
+    run = started(tmp_path, "train.learning_rate=2e-4", "seed=7")
+    for knobs in ((), ("resume=",)):
+        config, said = again(tmp_path, *knobs)
+        assert config == load_config(TOY, words(tmp_path, *knobs)) and said == []
+    said = again(tmp_path, "resume=auto", "run_name=frist")[1]
+    assert said == [f"nothing to resume in {tmp_path / 'frist'}: starts afresh"]
+    assert again(tmp_path, "run_name=frist")[1] == []
+    with monkeypatch.context() as restarted:
+        restarted.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        assert again(tmp_path)[0].train.learning_rate == 2e-4
+    (run / "checkpoints" / "checkpoint_000010").rmdir()
     assert again(tmp_path, "resume=auto")[0].seed == 0
 
 
-def test_a_restart_by_the_launcher_goes_on_with_the_run_s_own(tmp_path, monkeypatch):
-    started(tmp_path, "train.learning_rate=2e-4")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert again(tmp_path)[0].train.learning_rate == 2e-4
-
-
-def test_a_run_cannot_go_on_with_another_recipe(tmp_path):
-    started(tmp_path)
+def test_a_run_cannot_go_on_with_another_recipe_or_a_damaged_configuration(tmp_path):
+    run = started(tmp_path)
     with pytest.raises(ConfigError, match=r"must be .*toy_recipe.py:toy, from which the run .*first was started"):
         again(tmp_path, "resume=auto", spec=OTHER)
+    (run / "config.json").write_text("[")
+    with pytest.raises(ValueError, match=r"^[^\n]*config.json is not JSON[^\n]*another run_name$"):
+        again(tmp_path, "resume=auto")
 
 
 def test_a_new_run_takes_the_configuration_of_the_checkpoint_s_run(tmp_path):
@@ -147,6 +140,8 @@ def test_a_run_of_a_recipe_that_the_command_line_completes_goes_on_without_those
     assert config.reward.weights == {"source_match": 0.0, "target_view": 1.0}
     line = '  reward.weights: {"source_match": 0.0, "target_view": 0.0} -> {"source_match": 0.0, "target_view": 1.0}'
     assert said[-1] == line and said[-2].endswith("where the recipe says otherwise now (recipe -> run):")
+    said = starts.rewards_in_words(spec, config)
+    assert said == "rewards and their weights: source_match 0, target_view 1 (recipe: 0)"
     with pytest.raises(ConfigError, match="must hold a weight above 0"):
         again(tmp_path, "run_name=second", spec=spec)
 
@@ -178,12 +173,6 @@ def test_knobs_that_a_start_did_not_know_are_the_recipe_s_and_lost_ones_are_name
     assert (config.seed, config.train.learning_rate) == (7, load_config(TOY).train.learning_rate)
     assert "  train.learning_rate: not known -> 0.0001" in said
     assert "  train.momentum is no knob any more: left out" in said
-
-
-def test_a_damaged_configuration_is_refused_in_one_line(tmp_path):
-    (started(tmp_path) / "config.json").write_text("[")
-    with pytest.raises(ValueError, match=r"^[^\n]*config.json is not JSON[^\n]*another run_name$"):
-        again(tmp_path, "resume=auto")
 
 
 def test_every_start_is_on_record(tmp_path):
@@ -220,12 +209,6 @@ def test_rewards_of_a_run_are_named_with_those_that_are_not_the_recipe_s():
     assert replaced == "rewards and their weights: exposure 1 (not in the recipe)"
 
 
-def test_rewards_are_compared_with_a_recipe_that_the_command_line_completes(tmp_path):
-    spec = to_complete(tmp_path, "reward.weights.source_match = config.reward.weights.target_view", 0.0)
-    said = starts.rewards_in_words(spec, load_config(spec, ["--config.reward.weights.target_view=1"]))
-    assert said == "rewards and their weights: source_match 0, target_view 1 (recipe: 0)"
-
-
 @pytest.mark.parametrize("rows", [24, 96])
 def test_printed_commands_can_be_pasted_wherever_the_run_lies(tmp_path, rows):
     root = tmp_path / "it's my runs"
@@ -236,9 +219,7 @@ def test_printed_commands_can_be_pasted_wherever_the_run_lies(tmp_path, rows):
     going_on = ["--config.resume=auto", "--config.run_name=first", f"--config.output_root={root}"]
     assert further[-5:] == [*going_on, "--config.num_epochs=400", "--config.max_minutes=0"]
     assert all(str(run) in words or f"--config.output_root={root}" in words for words in lines)
-
-
-def test_plain_words_of_printed_commands_are_not_quoted(tmp_path):
+    # Plain words are not quoted.
     assert not [line for line in starts.next_commands(started(tmp_path)) if "'" in line]
     assert starts.going_on(Path("outputs/first")) == "--config.resume=auto --config.run_name=first"
 
@@ -247,10 +228,7 @@ def test_plain_words_of_printed_commands_are_not_quoted(tmp_path):
     ("on_node", "launcher"),
     [
         ("2", "torchrun --standalone --nproc_per_node=2 train_grpo.py"),
-        (
-            "1",
-            "torchrun --nnodes=2 --node_rank=R --master_addr=HOST --master_port=29500 --nproc_per_node=1 train_grpo.py",
-        ),
+        ("1", "torchrun --nnodes=2 --node_rank=R --master_addr=HOST --master_port=29500 --nproc_per_node=1 train_grpo"),
     ],
 )
 def test_a_run_over_nodes_is_continued_over_nodes(tmp_path, monkeypatch, on_node, launcher):

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
+from tests.command import command
 from tools.dev import bench
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.01])
 def test_the_benchmark_prints_one_object_with_both_ratios(one_batch, capsys, kl_coef) -> None:
     knobs = one_batch | {"train.kl_coef": kl_coef}
-    words = ["--config", f"{ROOT}/config/grpo.py:tiny_recam", "--epochs", "2", "--json"]
-    assert bench.main([*words, *(f"--config.{name}={value}" for name, value in knobs.items())]) == 0
+    words = command(knobs, "--epochs", "2", "--json")
+    assert bench.main(words) == 0
     said = capsys.readouterr()
     assert f"measuring {words[1]}: one epoch to warm up and 2 measured" in said.err.splitlines()[0]
     result = json.loads(said.out.splitlines()[-1])
-    assert result["rollout_s"] > 0
-    assert result["update_s"] > 0
+    assert result["rollout_s"] > 0 and result["update_s"] > 0
     assert 0.5 < result["rollout_update_over_bare"] <= result["epoch_over_bare"]
 
 

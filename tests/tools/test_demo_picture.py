@@ -23,26 +23,15 @@ def film(run, step: int, scene: str, camera: str, level: float) -> None:
     video_index.add(run / "videos", line)
 
 
-def test_the_first_and_the_last_evaluation_stand_side_by_side(tmp_path):
-    run = tmp_path / "run"
-    for step, level in ((0, 0.0), (50, 0.4), (120, 1.0)):
-        film(run, step, "scene1", "cam05", level)
-    for step in (0, 120):
-        film(run, step, "scene1", "cam06", 0.7)  # did not change
-    film(run, 0, "scene2", "cam01", 0.5)  # measured once: nothing to compare
-    assert list(clips(run)) == ["scene1 cam05", "scene1 cam06"]
-    draw([tmp_path / "run"], ["after training"], tmp_path / "out.png", rows=1, frames=5)
-    picture = imread(tmp_path / "out.png")[..., 0]
-    middle = picture[int(0.7 * len(picture))]
-    levels = [float(middle[int(len(middle) * place)]) for place in (0.04, 0.29, 0.54, 0.79)]
-    assert levels == pytest.approx([0.2, 0.0, 1.0, 0.9], abs=0.06)
-
-
-def test_several_runs_stand_side_by_side_and_must_show_the_same(tmp_path):
-    for run, last in (("a", 1.0), ("b", 0.4)):
-        for step, level in ((0, 0.0), (50, last)):
-            film(tmp_path / run, step, "scene1", "cam05", level)
+def test_the_first_and_the_last_evaluation_of_runs_stand_side_by_side_and_must_show_the_same(tmp_path):
     runs = [tmp_path / "a", tmp_path / "b"]
+    for run, last in zip(runs, (1.0, 0.4), strict=True):
+        for step, level in ((0, 0.0), (50, 0.7), (120, last)):
+            film(run, step, "scene1", "cam05", level)
+    for step in (0, 120):
+        film(runs[0], step, "scene1", "cam06", 0.7)  # did not change
+    film(runs[0], 0, "scene2", "cam01", 0.5)  # measured once: nothing to compare
+    assert list(clips(runs[0])) == ["scene1 cam05", "scene1 cam06"]
     draw(runs, ["by a", "by b"], tmp_path / "out.png", rows=1, frames=5)
     picture = imread(tmp_path / "out.png")[..., 0]
     middle = picture[int(0.7 * len(picture))]
@@ -52,8 +41,5 @@ def test_several_runs_stand_side_by_side_and_must_show_the_same(tmp_path):
     index.write_text(index.read_text().replace("cam05", "cam06"))
     with pytest.raises(ValueError, match=r"b shows no scene1 cam05, .*a does"):
         draw(runs, ["by a", "by b"], tmp_path / "out.png", rows=1, frames=5)
-
-
-def test_a_folder_without_two_evaluations_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no evaluation videos of two steps; give the folder of a finished run"):
         clips(tmp_path)

@@ -9,16 +9,14 @@ import os
 from unittest import mock
 
 import pytest
-import torch
 
 from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.preflight.doctor.findings import Finding
-from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.loading import load_config
 from tests import doctor_cases
 from tests.doctor_cases import make_places, words
-from tests.workers import run_ranks
+from tests.workers import already_met, run_ranks
 from tools import doctor
 
 
@@ -77,11 +75,7 @@ def test_one_adapter_without_gradient_is_found_and_named(places):
 
 
 def _examined(world: World, given: list[str], fault: str) -> tuple[int, dict[str, dict[str, str]]]:
-    """Examine on ranks that have met already and stay together afterwards."""
-    with (
-        mock.patch.object(doctor, "set_up_rank", return_value=(torch.device("cpu"), world)),
-        mock.patch.object(process_group, "shut_down"),
-    ):
+    with already_met(doctor, world):
         return examined(given, getattr(doctor_cases, fault) if fault else contextlib.nullcontext)
 
 

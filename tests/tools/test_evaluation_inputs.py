@@ -72,11 +72,8 @@ def test_a_path_that_is_a_preset_has_its_name_wherever_it_starts(tmp_path, prese
     assert torch.allclose(task.commanded, preset_path(preset, FRAMES), atol=1e-9)
 
 
-def test_a_path_that_is_no_preset_is_of_another_type(tmp_path):
+def test_a_path_that_is_no_preset_is_of_another_type_and_an_entry_may_say_more(tmp_path):
     assert one(tmp_path, preset_path("arc_left", FRAMES, rotation_scale=0.9).tolist()).camera_type == "other"
-
-
-def test_an_entry_may_say_more(tmp_path):
     more = {"camera_type": "orbit", "source": "dog", "focal_px": 55, "shares_estimator": True}
     task = one(tmp_path, {"poses": path(), **more}, focal_px=None)
     assert (task.camera_type, task.source, task.focal_px, task.shares_estimator) == ("orbit", "dog", 55.0, True)

@@ -17,6 +17,7 @@ from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.networks.transformers import load_transformer
 from flow_grpo.run import starts
 from flow_grpo.settings.loading import load_config
+from tests.command import command
 from tests.refusals import refusal
 from tools import evaluate
 from tools.evaluation import videos
@@ -29,9 +30,7 @@ FRAMES, COUNT = 5, 3
 def words(world: Path, out: Path, *more: str, **knobs: object) -> list[str]:
     small = {"data.root": world, "data.tiny_world": "unit_test", "eval.num_conditions": COUNT, "eval.videos": 0}
     small |= {"eval.num_steps": 2, "model.path": ROOT / "assets" / "tiny_recam", "device": "cpu"}
-    small |= {name.replace("__", "."): value for name, value in knobs.items()}
-    given = ["--config", f"{ROOT}/config/grpo.py:tiny_recam", *(f"--config.{k}={v}" for k, v in small.items())]
-    return [*given, "--out", str(out), "--workers", "0", *more]
+    return [*command(small, **knobs), "--out", str(out), "--workers", "0", *more]
 
 
 def test_the_generated_conditions_are_those_of_a_runs_evaluations(world, tmp_path, monkeypatch):

@@ -10,12 +10,11 @@ from safetensors.torch import load_file
 
 import train_grpo
 from flow_grpo.reporting.drawing import plots
+from tests.command import command
 from tests.refusals import error_line
 from tests.tiny_models import make_tiny_folder
 from tools import evaluate, export_adapter
 from tools.evaluation import videos
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +30,8 @@ def run(world, tmp_path_factory) -> dict[str, str]:
     knobs |= {"eval.num_conditions": 2, "eval.num_steps": 2, "eval.videos": 0, "eval.gold": ""}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots, "draw_curves", lambda rows, path, **_: None)
-        assert train_grpo.main(words(knobs)) == 0
+        assert train_grpo.main(command(knobs)) == 0
     return {name: str(value) for name, value in knobs.items()}
-
-
-def words(knobs: dict[str, object], *more: str) -> list[str]:
-    recipe = ["--config", f"{ROOT}/config/grpo.py:tiny_recam"]
-    return [*recipe, *(f"--config.{name}={value}" for name, value in knobs.items()), *more]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -50,7 +44,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def exported(run: dict[str, str], step: int, out: Path, *more: str) -> int:
     place = Path(run["output_root"]) / "run" / "checkpoints" / f"checkpoint_{step:06d}"
-    return export_adapter.main(words(run, "--checkpoint", str(place), "--out", str(out), *more))
+    return export_adapter.main([*command(run), "--checkpoint", str(place), "--out", str(out), *more])
 
 
 def test_the_last_checkpoint_exports_the_adapter_of_the_run_and_an_earlier_one_another(run, tmp_path):
@@ -76,16 +70,17 @@ def test_the_evaluation_takes_a_checkpoint_like_its_adapter_and_keeps_other_vide
     checkpoint = Path(run["output_root"]) / "run" / "checkpoints" / "checkpoint_000002"
     adapter = Path(run["output_root"]) / "run" / "adapter"
     for name, given in (("a", ("--adapter", str(adapter))), ("c", ("--checkpoint", str(checkpoint)))):
-        assert evaluate.main(words(run, *given, "--out", str(tmp_path / name), "--workers", "0")) == 0
+        assert evaluate.main([*command(run), *given, "--out", str(tmp_path / name), "--workers", "0"]) == 0
     films = sorted((tmp_path / "a" / videos.VIDEOS).iterdir())
     assert len(films) == 2
     for render_views in films:
         assert render_views.read_bytes() == (tmp_path / "c" / videos.VIDEOS / render_views.name).read_bytes()
     before = {file: file.read_bytes() for file in (tmp_path / "a").rglob("*") if file.is_file()}
-    again = words(run, "--checkpoint", str(checkpoint), "--out", str(tmp_path / "c"), "--workers", "0")
+    again = [*command(run), "--checkpoint", str(checkpoint), "--out", str(tmp_path / "c"), "--workers", "0"]
     assert evaluate.main(again) == 0
     earlier = checkpoint.with_name("checkpoint_000001")
     capsys.readouterr()
-    assert evaluate.main(words(run, "--checkpoint", str(earlier), "--out", str(tmp_path / "a"), "--workers", "0")) == 2
+    other = [*command(run), "--checkpoint", str(earlier), "--out", str(tmp_path / "a"), "--workers", "0"]
+    assert evaluate.main(other) == 2
     assert "holds videos of another recipe, adapter or origin" in capsys.readouterr().err
     assert before == {file: file.read_bytes() for file in (tmp_path / "a").rglob("*") if file.is_file()}

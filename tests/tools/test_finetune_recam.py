@@ -18,17 +18,17 @@ from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.networks.transformers import load_transformer
 from flow_grpo.models.recam import RECAM
 from flow_grpo.models.wan_policy import load_networks
-from flow_grpo.runtime.checkpoints import checkpoint, state_files
+from flow_grpo.runtime.checkpoints import checkpoint
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
-from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import Group, World
+from tests.command import command
 from tests.models.test_recam_transformer import inputs
 from tests.refusals import refusal
+from tests.test_train_grpo import newest
 from tests.tiny_models import make_tiny_folder
-from tests.workers import run_ranks
+from tests.workers import already_met, run_ranks
 from tools import finetune_recam
 
-ROOT = Path(__file__).parents[2]
 BUCKETS = "5x24x32,5x24x16"  # 24 and 12 tokens
 CPU = torch.device("cpu")
 
@@ -55,21 +55,13 @@ def words(places: dict[str, str], output: Path, *given: str, **changes: object) 
         "data.buckets": BUCKETS,
         "train.learning_rate": 1e-3,
     }
-    knobs |= {name.replace("__", "."): value for name, value in changes.items()}
     options = ["--run-name", "run", "--num-workers", "0", "--max-points", "96", "--log-every", "1"]
-    options += ["--eval-items", "4", *given]
-    spec = f"{ROOT}/config/grpo.py:tiny_recam"
-    return ["--config", spec, *options, *(f"--config.{name}={value}" for name, value in knobs.items())]
+    return command(knobs, *options, "--eval-items", "4", *given, **changes)
 
 
 def metrics_of(run: Path, name: str) -> list[float]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row[name] for row in rows if name in row]
-
-
-def newest(run: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor of the newest checkpoint by path."""
-    return state_files.flatten(state_files.read(checkpoint.published(run / "checkpoints")[-1] / "state"))[0]
 
 
 def made(given: list[str], world: World = World()) -> finetune_recam.FineTuning:  # noqa: B008 - frozen
@@ -266,11 +258,7 @@ def test_a_second_start_in_a_living_run_s_folder_is_refused_and_changes_nothing(
 
 
 def _tune(world: World, given: list[str]) -> int:
-    """Run main() on ranks that have met already and stay together afterwards."""
-    with (
-        mock.patch.object(finetune_recam, "set_up_rank", return_value=(CPU, world)),
-        mock.patch.object(process_group, "shut_down"),
-    ):
+    with already_met(finetune_recam, world):
         return finetune_recam.main(given)
 
 

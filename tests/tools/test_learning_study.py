@@ -70,10 +70,12 @@ def test_a_run_leaves_a_record_once_and_goes_on_from_its_checkpoint(places, monk
     assert study.main(words) == 0 and not commands
 
 
-def test_a_run_that_failed_leaves_no_record(places, monkeypatch, capsys):
+def test_a_run_that_failed_leaves_no_record_and_an_unknown_variant_is_one_line(places, monkeypatch, capsys):
     monkeypatch.setattr(study.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1))
     assert study.main(["--only", "today", "--seeds", "0", "--out", str(places / "out")]) == 1
     assert "today_0.log" in capsys.readouterr().err and not list(places.glob("records/*"))
+    assert study.main(["--only", "todya"]) == 2
+    assert "--only: got 'todya', must be one of today" in capsys.readouterr().err
 
 
 def test_the_report_replaces_only_its_own_part_and_marks_what_is_certain(places, monkeypatch):
@@ -92,8 +94,3 @@ def test_the_report_replaces_only_its_own_part_and_marks_what_is_certain(places,
     assert "| 1.0 | 1.5 |" in text
     assert "| pan_left | **-0.300** (-0.200, -0.400) |" in text
     assert study.PLOT.stat().st_size > 10_000
-
-
-def test_an_unknown_variant_is_one_line(capsys):
-    assert study.main(["--only", "todya"]) == 2
-    assert "--only: got 'todya', must be one of today" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -11,15 +10,13 @@ import torch
 
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import Group, World
+from tests.command import command
 from tools import measure_signal
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_the_tool_prints_spreads_steps_and_what_a_short_tail_changes(one_batch, capsys) -> None:
     knobs = one_batch | {"reward.weights": "target_psnr=1", "train.copies": 0}
-    words = ["--config", f"{ROOT}/config/grpo.py:tiny_recam", "--groups", "2", "--tails", "1", "8", "--json"]
-    assert measure_signal.main([*words, *(f"--config.{name}={value}" for name, value in knobs.items())]) == 0
+    assert measure_signal.main(command(knobs, "--groups", "2", "--tails", "1", "8", "--json")) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert 0 < found["rewards"]["target_psnr"]["shared"] < 10
     assert [step["step"] for step in found["steps"]] == [0, 1, 2, 3, 4, 5]
@@ -37,7 +34,7 @@ def test_what_cannot_be_built_is_one_line_on_several_ranks_too(monkeypatch, caps
         measure_signal, "assemble", mock.Mock(side_effect=ValueError("model.path 'nowhere' does not exist"))
     )
     monkeypatch.setattr(process_group, "shut_down", lambda _: None)
-    assert measure_signal.main(["--config", f"{ROOT}/config/grpo.py:tiny_recam"]) == 2
+    assert measure_signal.main(command({})) == 2
     assert capsys.readouterr().err == "error: model.path 'nowhere' does not exist\n"
     assert not watched.heartbeat.fail.called
 

@@ -12,8 +12,6 @@ from safetensors.torch import load_file
 import train_grpo
 from flow_grpo.data.splits import multicam_data
 from flow_grpo.models.encoders import codec, texts
-from flow_grpo.models.recam import RECAM
-from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.loading import load_config
 from tests.workers import run_ranks
@@ -98,19 +96,6 @@ def test_ranks_share_the_work_and_make_the_same_files_as_one(world, tmp_path):
     for name in entries(tmp_path / "one"):
         one, two = (load_file(tmp_path / part / name)["value"] for part in ("one", "two"))
         assert torch.equal(one, two)
-
-
-def test_cached_conditioning_equals_fresh(world, tmp_path):
-    arguments = words(world, tmp_path / "cache")
-    assert precompute.main(arguments) == 0
-    config = load_config(arguments[1], arguments[2:])
-    fresh = load_config(arguments[1], [*arguments[2:], "--config.model.encodings="])
-    data = multicam_data(config.data, "train")
-    conditions = [data.condition(index) for index in range(3)]
-    warm, cold = (WanPolicy.from_config(RECAM, c.model, c.sample, torch.device("cpu")) for c in (config, fresh))
-    cached, made = warm.encode(conditions).tensors(), cold.encode(conditions).tensors()
-    assert warm.codec.loaded == () and cold.codec.loaded == ("encoder",)
-    assert all(torch.equal(cached[name], made[name]) for name in made)
 
 
 def test_a_broken_video_is_listed_and_the_rest_is_encoded(world, tmp_path, capsys):

@@ -125,10 +125,7 @@ def test_a_run_that_still_trains_shows_what_there_is(run):
     assert "no verdict The run has no summary.json: it is still training, or ended early. 28 of 130 epochs" in text
     assert "So far: trans_err_m fell from 0.250 to 0.200 m" in text
     assert "The run has no videos/index.jsonl, so no video is shown here" in text
-
-
-def test_a_run_without_any_evaluation_has_a_page(run):
-    (run / "summary.json").unlink()
+    # Before any evaluation there is a page as well.
     (run / "metrics.jsonl").write_text('{"step": 1, "reward/room_rot_mean": -1.0, "train/loss": null}\n')
     text = page_of(run)
     assert "No evaluation is on record yet" in text and "Too little is on record for a curve" in text
@@ -199,13 +196,12 @@ def test_a_knob_that_a_resumed_run_changed_is_shown_with_both_values(run):
     assert "Every knob is now as recipe" in text
 
 
-def test_a_start_whose_epochs_are_not_on_record_changed_nothing(run):
+def test_changes_are_named_alone_and_what_is_not_on_record_or_was_not_known_is_none(run):
     resume(run, 2, 20, learning_rate=0.5)
     resume(run, 3, 10, learning_rate=0.001)  # from an earlier checkpoint: what start 2 trained is gone
     assert changes(read_run(run)) == {"train.learning_rate": "0.0004 → 0.001 after epoch 10"}
-
-
-def test_a_weight_that_a_resumed_run_changed_is_named_alone_and_a_knob_that_was_not_known_is_no_change(run):
+    (run / "starts/003.json").unlink()
+    (run / "config.json").write_text(json.dumps(json.loads((run / "starts/001.json").read_text())["config"]))
     resume(run, 2, 20, {"room_rot": 2.0})
     assert list(changes(read_run(run))) == ["reward.weights.room_rot"]
     resume(run, 2, 20, {"sharpness": 1.0})  # of which start 1 knew nothing
@@ -274,9 +270,7 @@ def test_the_curves_are_those_of_curves_png(drawn):
     ]
     assert ("time of an epoch", "by phase") in titles
     assert drawn.index("credit_share</code> 3 %") < drawn.index("bad_steps</code> 0")  # what is unhealthy now is first
-
-
-def test_plots_of_a_page_share_no_identifier(drawn):
+    # Plots share no identifier.
     found = re.findall(r' id="([^"]*)"', drawn)
     assert len(found) == len(set(found)) > 30
 
@@ -289,6 +283,9 @@ def test_runs_measured_alike_stand_side_by_side(tmp_path, run):
     assert "Comparison of 2 runs" in text
     assert "trans_err_m m 0.150 −0.100 −0.120 to −0.080 0.150 −0.100 −0.120 to −0.080" in text
     assert "What differs Every knob is the same in all runs." in text
+    # Without --out, the first run's own page is not replaced.
+    assert report.main([str(run), str(tmp_path / "second")]) == 0
+    assert (run / "comparison.html").exists() and not (run / "report.html").exists()
 
 
 def test_the_knobs_in_which_runs_differ_stand_in_a_table(tmp_path, run):
@@ -321,11 +318,6 @@ def test_a_run_measured_otherwise_is_left_out_and_named(tmp_path, run):
     text = page_of(run, second, third)
     assert "second is left out: it was measured otherwise than first, with eval.num_conditions 4 instead of 8." in text
     assert "third is left out: it has no summary.json" in text
-
-
-def test_the_page_of_several_runs_does_not_replace_the_first_run_s_own(tmp_path, run):
-    assert report.main([str(run), str(make_run(tmp_path / "second", videos=False))]) == 0
-    assert (run / "comparison.html").exists() and not (run / "report.html").exists()
 
 
 # --- safety
@@ -371,8 +363,7 @@ def test_a_damaged_run_is_one_line_and_exit_code_2(run, capsys, damage, message)
 
 @pytest.mark.parametrize("words", [[], ["run", "--config", RECIPE], ["run", "--config.seed=1"], ["run", "--wrong"]])
 def test_a_command_that_is_not_understood_is_one_line(capsys, words):
-    assert report.main(words) == 2
-    assert "must be folders of runs, or --config and its overrides" in capsys.readouterr().err
+    assert "must be folders of runs, or --config and its overrides" in refusal(capsys, report.main, words)
 
 
 # --- one row, and the demo
@@ -469,11 +460,9 @@ def test_numbers_that_another_part_of_the_program_wrote_look_like_the_others():
 
 
 def test_no_number_of_a_page_has_another_minus_sign(tmp_path, run, drawn):
-    change(
-        run / "summary.json",
-        verdict=json.loads((run / "summary.json").read_text())["verdict"]
-        | {"worse_by_camera": ["zoom_in psnr_db -0.05 [-0.09, -1e-05]"]},
-    )
+    verdict = json.loads((run / "summary.json").read_text())["verdict"]
+    verdict["worse_by_camera"] = ["zoom_in psnr_db -0.05 [-0.09, -1e-05]"]
+    change(run / "summary.json", verdict=verdict)
     report.main([str(run), str(make_run(tmp_path / "second")), "--out", str(run / "page.html")])
     html = (run / "page.html").read_text()
     text = plain(re.sub(r"(?s)<code>.*?</code>", "", html + drawn))  # what one types is as one types it

@@ -208,18 +208,6 @@ def test_a_video_that_takes_too_long_is_a_failed_row(place):
     assert not row["registered"] and row["fault"] and "5 s" in row["cause"]  # however long a process takes to start
 
 
-def test_a_baseline_is_compared_video_by_video(place):
-    baseline = run(place)
-    film(place / "videos" / "b.mp4", FINE)
-    shutil.copy(place / "out" / "metrics.json", place / "baseline.json")
-    metrics = run(place, "--baseline", place / "baseline.json")
-    compared = metrics["summary"]["baseline"]
-    better = by_name(metrics)["b.mp4"]["rot_deg_mean"] - by_name(baseline)["b.mp4"]["rot_deg_mean"]
-    assert compared["videos"] == 4 and better < -1
-    assert compared["metrics"]["rot_deg_mean"]["mean"] == pytest.approx(better / 3)  # a and c are unchanged, d is lost
-    assert "| rot_deg_mean | -" in (place / "out" / "summary.md").read_text()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -231,6 +219,8 @@ def test_a_baseline_is_compared_video_by_video(place):
 )
 def test_an_incomparable_baseline_is_refused(place, capsys, change, message):
     content = run(place)
+    (place / "baseline.json").write_text(json.dumps(content))
+    assert run(place, "--baseline", place / "baseline.json")["summary"]["baseline"]["videos"] == 4
     change(content)
     (place / "baseline.json").write_text(json.dumps(content))
     assert message in refusal(capsys, evaluate.main, words(place, "--baseline", place / "baseline.json"))

@@ -39,11 +39,8 @@ def make_run(folder: Path, epochs: int = 10, num_epochs: int = 40, **changed: fl
     files.append({"eval_floor/trans_err_m": 0.05}, 0)
     for epoch in range(1, epochs + 1):
         files.append({**epoch_metrics(epoch), **changed}, epoch)
-    change = {
-        "eval_change/trans_err_m": -0.1,
-        "eval_change/trans_err_m_low": -0.2,
-        "eval_change/trans_err_m_high": -0.05,
-    }
+    ends = {"": -0.1, "_low": -0.2, "_high": -0.05}
+    change = {f"eval_change/trans_err_m{end}": value for end, value in ends.items()}
     files.append({"eval/trans_err_m": 0.1, "eval/located": 1.0, "policy/credit_share": 0.9} | change, epochs)
     (folder / LOCK).write_text(f"process {os.getpid()} on elsewhere")
     return folder
@@ -78,20 +75,26 @@ def older(folder: Path, seconds: float) -> None:
         os.utime(file, (then, then))
 
 
-def test_a_live_run_shows_who_runs_it_how_far_it_is_and_how_long_it_takes(tmp_path, capsys):
+def test_a_live_run_shows_who_runs_it_how_far_it_is_how_long_it_takes_and_that_it_may_hang(tmp_path, capsys):
     run = make_run(tmp_path / "first", num_epochs=1000)
     lock = RunLock(run)
     lock.take()
     text = shown(run, capsys)
+    older(run, 3600.0)
+    later = shown(run, capsys)
     lock.release()
+    assert "but its last record was 1:0" in later and "it may hang" in later
     assert f"running, process {os.getpid()} on {socket.gethostname()}; last record " in text
     assert "config/grpo.py:mine, 8 rank(s) on npu (8)" in text
     assert "10/1000" in text and "2 s an epoch" in text and re.search(r"ETA 0:3[23]:\d\d", text)
     assert "rollout 75 %  update 25 %" in text and "30.5 of 64 GiB" in text
 
 
-def test_rewards_in_training_held_out_metrics_and_health_have_their_curves(tmp_path, capsys):
-    lines = shown(make_run(tmp_path / "first"), capsys).splitlines()
+def test_rewards_in_training_held_out_metrics_and_health_have_their_curves_and_remedies(tmp_path, capsys):
+    text = shown(make_run(tmp_path / "first", **{"train/zero_std_ratio": 0.75, "train/bad_steps": 0.0}), capsys)
+    assert "! train/zero_std_ratio is 0.75, healthy: 0 to 0.5; most groups" in text
+    assert "docs/dynamic_sampling.md" in text and "](" not in text and "train/bad_steps" not in text
+    lines = text.splitlines()
     row = {line.split()[0]: line for line in lines if "/" in line.split()[0]}
     assert "-2.9        -2 ▁▂▃▃▄▅▆▆▇█" in row["reward/pose_mean"] and "+- 0.25 within groups" in row["reward/pose_mean"]
     assert "0.2       0.1 █▁" in row["eval/trans_err_m"] and "-0.1 [-0.2, -0.05]" in row["eval/trans_err_m"]
@@ -167,16 +170,6 @@ def test_a_run_of_another_machine_is_judged_by_the_age_of_its_last_record(tmp_pa
     assert "stopped or crashed after epoch 10, without a verdict; last record 0:11:" in shown(run, capsys)
 
 
-def test_a_run_that_holds_its_lock_but_records_nothing_may_hang(tmp_path, capsys):
-    run = make_run(tmp_path / "first")
-    lock = RunLock(run)
-    lock.take()
-    older(run, 3600.0)
-    text = shown(run, capsys)
-    lock.release()
-    assert "but its last record was 1:0" in text and "it may hang" in text
-
-
 def test_a_complete_run_shows_its_verdict_until_it_is_resumed(tmp_path, capsys):
     run = make_run(tmp_path / "first")
     (run / "summary.json").write_text(json.dumps(SUMMARY))
@@ -214,13 +207,6 @@ def test_where_there_is_no_run_one_line_says_so(tmp_path, capsys, name, what):
     assert error.startswith(f"error: RUN: {tmp_path / name} {what}, must be")
 
 
-def test_a_metric_out_of_its_bounds_is_shown_with_the_remedy(tmp_path, capsys):
-    text = shown(make_run(tmp_path / "first", **{"train/zero_std_ratio": 0.75, "train/bad_steps": 0.0}), capsys)
-    assert "! train/zero_std_ratio is 0.75, healthy: 0 to 0.5; most groups" in text
-    assert "docs/dynamic_sampling.md" in text and "](" not in text
-    assert "train/bad_steps" not in text
-
-
 def test_time_left_respects_the_runs_limit_of_minutes(tmp_path):
     run = make_run(tmp_path / "first", epochs=10, num_epochs=1000)
     file = run / "starts" / "001.json"
@@ -238,9 +224,8 @@ def test_a_sparkline_goes_from_the_lowest_to_the_highest_value():
 
 def test_without_utf8_the_output_is_ascii(tmp_path):
     run = make_run(tmp_path / "first")
-    done = subprocess.run(
-        [*PROGRAM, str(run)], env=BARE | {"PYTHONIOENCODING": "ascii"}, capture_output=True, check=True
-    )
+    bare = BARE | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([*PROGRAM, str(run)], env=bare, capture_output=True, check=True)
     assert done.stdout.isascii() and b"_..-~=+*" not in done.stderr
     assert b"######......" in done.stdout and b"_" in done.stdout
 
