@@ -63,11 +63,7 @@ def test_a_policy_of_a_user_s_own_trains_resumes_and_leaves_its_weights(places, 
 @pytest.mark.parametrize(
     ("line", "broken", "told"),
     [
-        (
-            "return (latents - clean) /",
-            "return float('nan') * latents /",
-            "latents are not finite: the model's",
-        ),
+        ("return (latents - clean) /", "return float('nan') * latents /", "latents are not finite: the model's"),
         ("return (latents - clean) /", "return latents[:, :2] /", "velocity has shape (8, 2, 5, 3, 4), latents"),
         ("clean = network(", "with torch.no_grad(): clean = network(", "no gradient reaches the trained weights"),
         ("scale_factor=(1, 8, 8)", "scale_factor=(1, 4, 4)", "decoded videos have shape (2, 3, 5, 12, 16)"),

@@ -124,14 +124,10 @@ def test_every_sample_equals_the_one_rolled_out_alone_and_is_gathered_in_samplin
 
 
 def _with_and_without_shared_prefixes(world: World) -> bool:
-    shared, plain = (
-        sample(world, ConvPolicy(), same_initial_noise=True, share_prefix=share) for share in (True, False)
-    )
-    assert len(shared) == len(plain) > 1
-    return all(
-        torch.allclose(a.samples.final_latents, b.samples.final_latents, rtol=0, atol=1e-5)
-        for a, b in zip(shared, plain, strict=True)
-    )
+    ways = (sample(world, ConvPolicy(), same_initial_noise=True, share_prefix=share) for share in (True, False))
+    shared, plain = ([batch.samples.final_latents for batch in batches] for batches in ways)
+    assert len(shared) > 1
+    return all(torch.allclose(a, b, rtol=0, atol=1e-5) for a, b in zip(shared, plain, strict=True))
 
 
 def test_shared_prefixes_of_several_sizes_reach_the_ranks_that_hold_their_copies():

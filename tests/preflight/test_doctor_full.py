@@ -160,8 +160,8 @@ def test_a_reward_that_cannot_be_measured_is_a_failed_check_with_its_cause(train
 
 def test_gradients_that_adam_s_eps_would_swallow_warn(trainer):
     for eps, wanted in ((1e-12, "ok"), (10.0, "warn: 100.0%")):
-        config = dataclasses.replace(trainer.config, train=dataclasses.replace(trainer.config.train, adam_eps=eps))
-        trainer.config = config
+        train = dataclasses.replace(trainer.config.train, adam_eps=eps)
+        trainer.config = dataclasses.replace(trainer.config, train=train)
         assert by_name(trainer)["gradient_size"].startswith(wanted)
 
 

@@ -40,9 +40,8 @@ def test_a_step_counts_in_the_gradient_by_its_gain_times_its_weight(guard):
     assert len(table) == 3
     for row in table:
         levels = SIGMAS[row.step : row.step + 2].tolist()
-        step = sde.transition(
-            velocity, torch.ones(1, 1), *levels, kind="flow", noise_level=0.7, sigma_cap=float(SIGMAS[1])
-        )
+        noise = {"kind": "flow", "noise_level": 0.7, "sigma_cap": float(SIGMAS[1])}
+        step = sde.transition(velocity, torch.ones(1, 1), *levels, **noise)
         found = sde.log_prob(step.mean.detach() + step.std, step)[None]
         terms = GuardTerms(step.mean[None], step.mean[None].detach(), step.std) if guard else None
         weight = weights[row.step : row.step + 1]

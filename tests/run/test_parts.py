@@ -39,9 +39,8 @@ def names(data) -> set[tuple[str, str]]:
 
 def test_scenes_set_aside_for_tuning_are_never_trained_on_and_measured_only_when_asked_for(world):
     whole = names(training_data(settings(world).data))
-    report, tune = (
-        settings(world, "--config.data.tune_scenes=1", f"--config.eval.split={s}") for s in ("report", "tune")
-    )
+    one = "--config.data.tune_scenes=1"
+    report, tune = (settings(world, one, f"--config.eval.split={split}") for split in ("report", "tune"))
     assert names(training_data(report.data)) == names(training_data(tune.data)) < whole
     assert names(held_out_data(tune.data, tune.eval)) == whole - names(training_data(tune.data))
     assert names(held_out_data(report.data, report.eval)) == names(multicam_data(report.data, "val"))
@@ -165,9 +164,7 @@ def test_a_gold_metric_of_rooms_that_are_not_there_is_refused_at_the_door(world,
     held_out = multicam_data(config.data, "val")
     assert build.build_evaluator(config, None, held_out, World()).gold.name == "room_pose"
     monkeypatch.setattr(build, "SCENE_FILES", {"room_pose": "nothing.json"})
-    with pytest.raises(
-        ValueError, match=r"^eval\.gold is 'room_pose', which needs the tiny world: no held-out scene in"
-    ):
+    with pytest.raises(ValueError, match=r"^eval\.gold is 'room_pose', which needs the tiny world: no held-out scene"):
         build.build_evaluator(config, None, held_out, World())
     without = settings(world, "--config.eval.num_conditions=8", "--config.eval.gold=")
     assert build.build_evaluator(without, None, held_out, World()).gold is None

@@ -188,9 +188,8 @@ def test_every_start_is_on_record(tmp_path):
 
 def test_a_start_says_which_reward_another_model_computes_now(tmp_path):
     def record(**served: str) -> list[str]:
-        return starts.record(
-            tmp_path, load_config(TOY), TOY, checkpoint=None, epoch=0, ranks=1, device="cpu", served=served
-        )
+        start = {"checkpoint": None, "epoch": 0, "ranks": 1, "device": "cpu", "served": served}
+        return starts.record(tmp_path, load_config(TOY), TOY, **start)
 
     assert record(judge="hpsv3 v1", other="a 1") == record(judge="hpsv3 v1", new="b 1") == []
     (line,) = record(judge="hpsv3 v2", new="b 1")

@@ -42,7 +42,6 @@ from flow_grpo.runtime.ranks.process_group import Group, InputError, RankError, 
 from flow_grpo.settings.schema import CheckpointConfig, Config, DynamicSamplingConfig, EvalConfig
 from tests.judging.test_evaluate import ToyData
 from tests.toy import (
-    SIGMAS,
     BrightnessReward,
     ToyPolicy,
     collector,
@@ -201,9 +200,8 @@ class Judge:
 
     def __call__(self, videos, conditions):
         self.calls += 1
-        off = torch.stack(
-            [(v[:, 0].mean() - c.target_video[:, 0].mean()).abs() for v, c in zip(videos, conditions, strict=True)]
-        )
+        true = torch.stack([condition.target_video[:, 0].mean() for condition in conditions])
+        off = (videos[:, :, 0].mean(dim=(1, 2, 3)) - true).abs()
         return RewardResult(-off, torch.ones(len(off), dtype=torch.bool), ("",) * len(off), {"off": off})
 
 
@@ -226,9 +224,7 @@ def test_the_judge_s_floor_is_measured_once_and_reported(a_trainer, tmp_path, ca
 def test_no_second_of_a_run_is_in_no_metric(a_trainer, tmp_path, monkeypatch, end):
     """
     Parts are slowed down, those between the phases, before the first and after the last record as well, so that what
-    nobody measures would be missed.
-
-    Time goes by in these parts only: a machine's other work would otherwise count as seconds in no metric.
+    nobody measures would be missed. Time goes by in these parts only.
     """
     seconds = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: sum(seconds))
@@ -313,11 +309,11 @@ def test_advantages_stay_within_the_recipe_s_bound(a_trainer, tmp_path):
 def test_the_same_state_is_evaluated_once(a_trainer):
     trainer = a_trainer(num_epochs=2)
     run(trainer)
-    per_epoch = 2 * len(SIGMAS[:-1])
+    steps, per_epoch = 6, 2 * 6
     replayed = 2 * 2 * 2 + 1  # epochs, micro-batches, window; the probe
     evaluations = 2
     shown = 2 * 2  # the best and the worst, now and as the starting policy makes them
-    assert len(trainer.collector.policy.calls) == 2 * per_epoch + replayed + (evaluations + shown) * 6
+    assert len(trainer.collector.policy.calls) == 2 * per_epoch + replayed + (evaluations + shown) * steps
 
 
 def test_a_resumed_run_measures_the_start_no_more_and_counts_the_minutes_it_has_used(a_trainer):
@@ -407,9 +403,8 @@ def test_a_sampler_position_that_moved_since_the_last_save_is_saved(a_trainer, t
 def test_a_checkpoint_is_written_behind_the_next_epoch_and_its_failure_ends_the_run(a_trainer, monkeypatch):
     trainer = a_trainer(num_epochs=3, checkpoint=CheckpointConfig(every=1, keep=1))
     order = []
-    trainer.state.save = lambda *_, **__: (
-        order.append(f"begin {trainer.state.finished}") or mock.Mock(wait=lambda: order.append("wait"))
-    )
+    saving = mock.Mock(wait=lambda: order.append("wait"))
+    trainer.state.save = lambda *_, **__: order.append(f"begin {trainer.state.finished}") or saving
     monkeypatch.setattr(trainer, "update", lambda *_: order.append("update"))
     trainer.train()
     epochs = [f"begin {n}" for n in (1, 2, 3)]

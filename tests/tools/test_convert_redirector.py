@@ -34,9 +34,8 @@ def given(tmp_path) -> dict[str, Path]:
 
 
 def run(given: dict[str, Path], out: Path, *more: str) -> int:
-    return tool.main(
-        [word for name, path in given.items() for word in (f"--{name}", str(path))] + ["--out", str(out), *more]
-    )
+    words = [word for name, path in given.items() for word in (f"--{name}", str(path))]
+    return tool.main([*words, "--out", str(out), *more])
 
 
 @torch.no_grad()

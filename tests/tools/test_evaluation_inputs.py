@@ -31,15 +31,10 @@ def poses_file(folder: Path, content: object) -> Path:
 
 def extrinsics_file(folder: Path, paths: dict[str, Tensor]) -> Path:
     """Write a MultiCamVideo camera file, whose world is left-handed."""
-    texts = {
-        f"frame{frame}": {
-            camera: " ".join(
-                f"[{' '.join(map(str, row))}]" for row in opencv_to_multicam(MIRROR @ path[frame]).tolist()
-            )
-            for camera, path in paths.items()
-        }
-        for frame in range(FRAMES)
-    }
+    texts: dict[str, dict[str, str]] = {f"frame{frame}": {} for frame in range(FRAMES)}
+    for camera, path in paths.items():
+        for frame, matrix in enumerate(opencv_to_multicam(MIRROR @ path).tolist()):
+            texts[f"frame{frame}"][camera] = " ".join(f"[{' '.join(map(str, row))}]" for row in matrix)
     file = folder / "camera_extrinsics.json"
     file.write_text(json.dumps(texts))
     return file
@@ -58,9 +53,8 @@ def test_a_path_is_found_by_relative_path_or_by_file_name(tmp_path):
     folder = film(tmp_path / "videos", "b.mp4", "sub/a.mp4", "sub/deep/c.mp4", ".hidden.mp4", ".trash/d.mp4")
     content = {"b.mp4": path(), "sub/a.mp4": path("tilt_up"), "c.mp4": path("zoom_in"), "spare.mp4": 0}
     tasks = find_tasks(folder, poses_file(tmp_path, content), 30.0)
-    assert [(task.name, task.camera_type) for task in tasks] == [
-        *(("b.mp4", "arc_left"), ("sub/a.mp4", "tilt_up"), ("sub/deep/c.mp4", "zoom_in"))
-    ]
+    found = [(task.name, task.camera_type) for task in tasks]
+    assert found == [("b.mp4", "arc_left"), ("sub/a.mp4", "tilt_up"), ("sub/deep/c.mp4", "zoom_in")]
     assert [task.source for task in tasks] == [task.name for task in tasks] and tasks[0].focal_px == 30.0
 
 
@@ -85,9 +79,8 @@ def test_folders_of_recammaster_tell_camera_and_source(tmp_path):
     cameras = extrinsics_file(tmp_path, paths)
     folder = film(tmp_path / "results", "cam_type10/video0.mp4", "cam_type3/video0.mp4", "cam_type3/video1.mp4")
     tasks = find_tasks(folder, cameras, 30.0)
-    assert [(task.camera_type, task.source) for task in tasks] == [
-        *(("cam_type10", "video0"), ("cam_type3", "video0"), ("cam_type3", "video1"))
-    ]
+    found = [(task.camera_type, task.source) for task in tasks]
+    assert found == [("cam_type10", "video0"), ("cam_type3", "video0"), ("cam_type3", "video1")]
     # The world of the file is mirrored, poses relative to the first frame are not.
     for task, camera in zip(tasks, ("cam10", "cam03", "cam03"), strict=True):
         assert torch.allclose(task.commanded, paths[camera], atol=1e-6)

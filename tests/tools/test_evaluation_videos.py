@@ -144,9 +144,7 @@ def test_a_scene_without_a_focal_length_needs_one_from_outside(world, tmp_path, 
     scene.rename(root / "val" / "10basic_trajectories")
     scene.parent.rmdir()
     given = words(root, tmp_path / "out", data__tiny_world="")
-    assert evaluate.main(given) == 2
-    assert "10basic_trajectories has no known focal length: give that of the videos with --focal-px" in (
-        capsys.readouterr().err
-    )
+    said = "10basic_trajectories has no known focal length: give that of the videos with --focal-px"
+    assert said in refusal(capsys, evaluate.main, given)
     assert evaluate.main([*given, "--focal-px", "28"]) == 0
     assert {row["focal_px"] for row in json.loads((tmp_path / "out" / "metrics.json").read_text())["rows"]} == {28.0}

@@ -24,7 +24,7 @@ from flow_grpo.runtime.ranks.process_group import Group, World
 from tests.command import command
 from tests.models.test_recam_transformer import inputs
 from tests.refusals import refusal
-from tests.test_train_grpo import newest
+from tests.test_train_grpo import assert_equal_state, newest
 from tests.tiny_models import make_tiny_folder
 from tests.workers import already_met, run_ranks
 from tools import finetune_recam
@@ -84,9 +84,8 @@ def test_batches_hold_one_size_and_are_bounded_by_tokens_or_by_items(places, tmp
 
 
 def test_batches_of_fixed_size_drop_what_takes_them_above_the_token_limit(places, tmp_path) -> None:
-    given = words(
-        places, tmp_path, "--no-use-dynamic-batch", "--batch-size", "3", "--max-points", "48", "--max-steps", "3"
-    )
+    limits = ["--batch-size", "3", "--max-points", "48", "--max-steps", "3"]
+    given = words(places, tmp_path, "--no-use-dynamic-batch", *limits)
     run = made(given)
     planned, kept = list(run.batches.plan), list(run.batches)
     assert all(sum(run.policy.tokens(condition.size) for condition in batch) <= 48 for batch in kept)
@@ -187,17 +186,14 @@ def test_the_loss_is_that_of_flow_matching(places, tmp_path) -> None:
 def finished(places, tmp_path_factory) -> Path:
     """The folder of a run over two sizes with adapters."""
     output = tmp_path_factory.mktemp("finished")
-    given = words(
-        places, output, "--epochs", "4", "--eval-items", "64", model__trained="lora", train__learning_rate=1e-2
-    )
-    assert finetune_recam.main(given) == 0
+    changes = {"model__trained": "lora", "train__learning_rate": 1e-2}
+    assert finetune_recam.main(words(places, output, "--epochs", "4", "--eval-items", "64", **changes)) == 0
     return output / "run"
 
 
 def test_the_loss_falls_over_batches_of_two_sizes(finished) -> None:
     before, after = metrics_of(finished, "eval/loss")
-    assert after < 0.9 * before
-    assert len(metrics_of(finished, "train/loss")) == 4 * 7
+    assert after < 0.9 * before and len(metrics_of(finished, "train/loss")) == 4 * 7
     assert len(checkpoint.published(finished / "checkpoints")) == 1
 
 
@@ -222,12 +218,10 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(places, tmp_path)
         given = words(places, tmp_path / "parts", "--epochs", "2", *limit, *["--resume"] * (steps > 3))
         assert finetune_recam.main(given) == 0
     whole, parts = newest(tmp_path / "whole" / "run"), newest(tmp_path / "parts" / "run")
-    assert set(whole) == set(parts)
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert_equal_state(whole, parts)
     assert any(name.endswith("exp_avg_sq") and value.max() > 0 for name, value in whole.items())
-    losses = [metrics_of(tmp_path / part / "run", "train/loss") for part in ("whole", "parts")]
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == 14
+    losses, others = (metrics_of(tmp_path / part / "run", "train/loss") for part in ("whole", "parts"))
+    assert losses == others and len(losses) == 14
 
 
 def test_a_batch_plan_that_changed_is_not_resumed(places, tmp_path, capsys) -> None:
@@ -290,9 +284,8 @@ def test_two_ranks_train_as_one_process_that_sees_whole_rows(places, tmp_path) -
         torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-6, msg=lambda text, name=name: f"{name} {text}")
     assert metrics_of(tmp_path / "run", "train/loss") == pytest.approx(losses, rel=1e-4)
     alone.evaluate()
-    assert metrics_of(tmp_path / "one" / "run", "eval/loss")[0] == pytest.approx(
-        metrics_of(tmp_path / "run", "eval/loss")[1], rel=1e-4
-    )
+    held_out = metrics_of(tmp_path / "one" / "run", "eval/loss")[0]
+    assert held_out == pytest.approx(metrics_of(tmp_path / "run", "eval/loss")[1], rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -354,9 +347,8 @@ def test_2_ranks_that_share_every_sample_train_as_one(places, tmp_path) -> None:
     given = {"train__adam_eps": 1e-3, "data__buckets": "", "data__num_frames": 5}
     alone = words(places, tmp_path / "one", "--eval-items", "4", **given)
     assert finetune_recam.main(alone) == 0
-    assert run_ranks(
-        _tune, 2, words(places, tmp_path / "two", "--eval-items", "4", train__context_parallel=2, **given)
-    ) == [0, 0]
+    shared = words(places, tmp_path / "two", "--eval-items", "4", train__context_parallel=2, **given)
+    assert run_ranks(_tune, 2, shared) == [0, 0]
     one, two = newest(tmp_path / "one" / "run"), newest(tmp_path / "two" / "run")
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-6, msg=lambda text, name=name: f"{name} {text}")

@@ -342,9 +342,8 @@ def test_a_folder_that_is_no_run_s_and_a_run_without_adapter_are_refused(source,
     shutil.rmtree(run / "adapter")
     assert "tools/export_adapter.py makes one of a checkpoint" in refusal(capsys, ["--run", str(run), *given])
     other = finished_run(tmp_path / "other", model__kind="mine.py:Mine")
-    assert "model.kind: got 'mine.py:Mine', must be FILE.py:NAME, and there is no file" in refusal(
-        capsys, ["--run", str(other), *given]
-    )
+    line = refusal(capsys, ["--run", str(other), *given])
+    assert "model.kind: got 'mine.py:Mine', must be FILE.py:NAME, and there is no file" in line
 
 
 def test_the_focal_length_of_multicam_sources_is_recorded(source, tmp_path):

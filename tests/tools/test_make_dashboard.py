@@ -61,9 +61,8 @@ def test_the_file_of_a_run_is_what_is_saved_to_wandb(run, monkeypatch, capsys):
             saved.append(self)
             return SimpleNamespace(url="https://wandb.ai/me/mine?nw=1")
 
-    monkeypatch.setitem(
-        sys.modules, "wandb_workspaces.workspaces", SimpleNamespace(Section=SimpleNamespace, Workspace=Workspace)
-    )
+    workspaces = SimpleNamespace(Section=SimpleNamespace, Workspace=Workspace)
+    monkeypatch.setitem(sys.modules, "wandb_workspaces.workspaces", workspaces)
     monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", SimpleNamespace(LinePlot=SimpleNamespace))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)

@@ -30,9 +30,8 @@ def test_the_tool_prints_spreads_steps_and_what_a_short_tail_changes(one_batch, 
 def test_what_cannot_be_built_is_one_line_on_several_ranks_too(monkeypatch, capsys) -> None:
     watched = World.of(Group(0, 2, heartbeat=mock.Mock()))
     monkeypatch.setattr(measure_signal, "set_up_rank", lambda *_, **__: (torch.device("cpu"), watched))
-    monkeypatch.setattr(
-        measure_signal, "assemble", mock.Mock(side_effect=ValueError("model.path 'nowhere' does not exist"))
-    )
+    refuse = mock.Mock(side_effect=ValueError("model.path 'nowhere' does not exist"))
+    monkeypatch.setattr(measure_signal, "assemble", refuse)
     monkeypatch.setattr(process_group, "shut_down", lambda _: None)
     assert measure_signal.main(command({})) == 2
     assert capsys.readouterr().err == "error: model.path 'nowhere' does not exist\n"

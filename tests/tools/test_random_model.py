@@ -80,9 +80,8 @@ def test_velocities_are_of_order_one_and_depend_on_camera_prompt_and_source(tmp_
     policy = policy_of(tmp_path / "model", dtype)
     given = policy.encode(conditions())
     draw = torch.Generator().manual_seed(0)
-    latents = torch.randn(given.inputs["source_latents"][:1].shape, generator=draw).expand_as(
-        given.inputs["source_latents"]
-    )
+    source = given.inputs["source_latents"]
+    latents = torch.randn(source[:1].shape, generator=draw).expand_as(source)
     for sigma in (1.0, 0.5, 0.02):
         with torch.no_grad():
             velocity = policy.velocity(latents, torch.full((4,), sigma), given)

@@ -420,10 +420,9 @@ def test_the_demo_ends_with_the_report_and_fails_where_training_fails(tmp_path, 
 def test_numbers_are_short_and_signs_are_true():
     assert [number(v) for v in (0.123456, -1.5, 123456.0, math.nan)] == ["0.123", "−1.5", "123\u00a0456", "–"]
     assert [signed(v) for v in (0.5, -0.25, 0.0, 9.996)] == ["+0.500", "−0.250", "0", "+10.0"]
-    spans = [span(-0.00009, 0.002), span(0, 0), span(math.nan, 1), span(-1e-7, 3e-5)]
-    assert [said.replace("\u00a0", " ") for said in spans] == [
-        *("−0.00009 to +0.00200", "0 to 0", "–", "−0.0000001 to +0.0000300")
-    ]
+    ends = ((-0.00009, 0.002), (0, 0), (math.nan, 1), (-1e-7, 3e-5))
+    spans = [span(low, high).replace("\u00a0", " ") for low, high in ends]
+    assert spans == ["−0.00009 to +0.00200", "0 to 0", "–", "−0.0000001 to +0.0000300"]
     assert [duration(v) for v in (0.25, 365, 7300)] == ["0.25 s", "6 min 05 s", "2 h 01 min"]
     assert [duration(v) for v in (0.0058, 0.0996)] == ["5.8 ms", "100 ms"]
     assert [percent(v) for v in (0.21, 0.00002, 0.999)] == ["21 %", "< 0.01 %", "100 %"]

@@ -89,10 +89,7 @@ loader.kill()
 
 
 def prepare(tmp_path: Path, monkeypatch, damage: str = "", *, first: str = "") -> soak.Soak:
-    """Return a soak of the fake program that has trained it undisturbed; faults strike early.
-
-    The launches after that are damaged, the first of them by `first`, if given.
-    """
+    """Return a soak of the fake program, trained undisturbed; launches after that are damaged, the first by `first`."""
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
     damages = itertools.chain(["", first or damage], itertools.repeat(damage))
@@ -152,11 +149,7 @@ def test_a_process_left_over_is_counted_and_killed(tmp_path, monkeypatch):
         ("metrics.jsonl", '{"step": 1, "a": 2}\n', "1 of 2 metrics differ, first row 0: a"),
         ("metrics.jsonl", '{"step": 1, "a": 1, "time/x": 7, "system/y": 3}\n', ""),
         ("metrics.jsonl", '{"step": 0, "time/start_s": 7}\n{"step": 1, "a": 1}\n', ""),
-        (
-            "metrics.jsonl",
-            '{"step": 1, "a": 1}\n{"step": 2, "a": 1}\n',
-            "2 metrics on one side only, such as row 1: a",
-        ),
+        ("metrics.jsonl", '{"step": 1, "a": 1}\n{"step": 2, "a": 1}\n', "2 metrics on one side only, such as row 1: a"),
     ],
 )
 def test_any_difference_but_in_times_is_named(tmp_path, file, content, found):

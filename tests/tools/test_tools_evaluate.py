@@ -104,9 +104,8 @@ def test_rows_contain_the_path_errors_and_a_lost_video_is_a_failed_row(place):
     assert summary["camera_types"]["arc_left"]["failure_rate"] == pytest.approx(1 / 3)
     assert summary["camera_types"]["mine"]["videos"] == 1
     # CSV and Markdown hold the numbers of the JSON.
-    lines, groups = (
-        list(csv.DictReader((place / "out" / name).read_text().splitlines())) for name in ("rows.csv", "summary.csv")
-    )
+    texts = ((place / "out" / name).read_text() for name in ("rows.csv", "summary.csv"))
+    lines, groups = (list(csv.DictReader(text.splitlines())) for text in texts)
     assert [line["video"] for line in lines] == list(rows)
     assert float(lines[1]["rot_deg_mean"]) == rows["b.mp4"]["rot_deg_mean"] and lines[2]["rot_deg_mean"] == ""
     every, overall = summary["metrics"]["rot_deg_mean"], groups[-1]

@@ -133,9 +133,8 @@ def test_a_half_written_line_and_a_half_written_caption_are_passed_over(tmp_path
     (run / "videos" / "index.jsonl").write_text(f'{line}\n{{"file": "ev')
     text = shown(run, capsys)
     assert "10/40" in text
-    assert (
-        f"strip   {run}/filmstrip.png\nvideo   {run}/videos/eval_000010_a.mp4\n        The camera turns left.\n" in text
-    )
+    assert f"strip   {run}/filmstrip.png\nvideo   {run}/videos/eval_000010_a.mp4\n" in text
+    assert "\n        The camera turns left.\n" in text
 
 
 def test_a_killed_run_is_told_with_the_command_that_goes_on_with_it(tmp_path, capsys):
@@ -195,9 +194,8 @@ def test_of_several_runs_the_newest_is_shown_and_named(tmp_path, capsys):
     make_run(tmp_path / "outputs" / "old")
     (tmp_path / "outputs" / "no_run").mkdir()
     older(tmp_path / "outputs" / "old", 60.0)
-    assert shown(tmp_path / "outputs", capsys).startswith(
-        f"{tmp_path}/outputs/new  the newest of 2 runs in {tmp_path}/outputs\n"
-    )
+    first = shown(tmp_path / "outputs", capsys).splitlines()[0]
+    assert first == f"{tmp_path}/outputs/new  the newest of 2 runs in {tmp_path}/outputs"
 
 
 @pytest.mark.parametrize(("name", "what"), [("missing", "is no folder"), ("empty", "holds no run")])
