@@ -49,15 +49,7 @@ UNREAD = {("sample", "num_image_per_prompt")}  # only compared with sample.k, by
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One Python file.
-
-    Attributes:
-        path: relative to the project, with forward slashes.
-        tree: its syntax.
-        lines: how many lines it has.
-    """
-
-    path: str
+    path: str  # relative to the project, with forward slashes
     tree: ast.Module
     lines: int
 
@@ -102,7 +94,6 @@ def at(source: Source, node: ast.AST, what: str) -> str:
 
 
 def _docstrings(tree: ast.AST) -> set[int]:
-    """Return the ids of docstrings."""
     return {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
 
 
@@ -112,7 +103,6 @@ def _imports_any(source: Source, *libraries: str) -> list[str]:
 
 
 def refuse(found: list[str]) -> None:
-    """Fail with one line for each finding."""
     assert not found, "\n" + "\n".join(found)
 
 
@@ -284,7 +274,6 @@ def test_objects_are_never_gathered() -> None:
 
 
 def _sections() -> dict[str, str]:
-    """Return the class name of every section of the configuration."""
     return {name: hint.__name__ for name, hint in get_type_hints(Config).items() if dataclasses.is_dataclass(hint)}
 
 

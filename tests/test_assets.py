@@ -54,7 +54,6 @@ def policy() -> Policy:
 
 @pytest.fixture(scope="module")
 def conditions(world):
-    """Every camera of a held-out scene."""
     data = MultiCamDataset(world, "val", (5, 24, 32), prompt="caption", reference="source")
     return [data.condition(index, gid=index) for index in range(len(data))]
 

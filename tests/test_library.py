@@ -45,7 +45,6 @@ def _on_a_rank(world: World, source: str) -> str:
 
 
 def on_two_ranks(source: str) -> str:
-    """Return what rank 0 of two prints; the other prints nothing."""
     said, nothing = run_ranks(_on_a_rank, 2, source)
     assert not nothing
     return said

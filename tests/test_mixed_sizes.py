@@ -40,7 +40,6 @@ REWARD = reward_config()
 
 
 def sized(index: int, gid: int = 0, slot: int = 0) -> Condition:
-    """Return a toy condition whose video size depends on its index."""
     frames, rows, columns = SIZES[index // 2 % 3]
     whole = condition(index, gid, slot)
     video = whole.source_video[:, :1].mean(dim=(2, 3), keepdim=True).expand(3, frames, rows, columns)

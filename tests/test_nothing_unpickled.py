@@ -73,8 +73,6 @@ def test_the_search_finds_what_it_looks_for(code: str) -> None:
 
 
 class Payload:
-    """Leaves a file when it is unpickled."""
-
     def __init__(self, proof: Path) -> None:
         self.proof = str(proof)
 

@@ -129,8 +129,6 @@ def shapes(view: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Run:
-    """What is left of a run."""
-
     lines: list[str]  # of standard output
     folder: Path  # of its files
     ranks: list[dict[str, Any]]  # what every rank saw
@@ -139,7 +137,6 @@ class Run:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory) -> dict[str, str]:
-    """A model folder and a data folder."""
     from tools import random_model
 
     folder = tmp_path_factory.mktemp("real")
@@ -177,7 +174,6 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def knobs(folder: Path, changes: dict[str, str]) -> dict[str, str]:
-    """Return what makes the recipe small and writes to `folder`."""
     return {
         "data.num_frames": str(FRAMES),
         "data.height": str(HEIGHT),
@@ -216,7 +212,6 @@ def launch(folder: Path, given: dict[str, str]) -> Run:
 
 
 def left_by(said: str, folder: Path, given: dict[str, str]) -> Run:
-    """Return what is left of a run that has ended well."""
     ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
     return Run(said.splitlines(), folder / "run", ranks, given)
 

@@ -41,7 +41,6 @@ def setup(valid, tmp_path, monkeypatch, caplog) -> Setup:
 
 @contextlib.contextmanager
 def judge(token: str, data: Path) -> Iterator[str]:
-    """Yield the address of a real server that asks for a token."""
     service = ScoringService(LocalScorer(build_reward("motion_mag", data_root=data)), 2**28)
     with serving(RewardServer(("127.0.0.1", 0), service, timeout_s=10.0, token=token)) as server:
         yield server.url

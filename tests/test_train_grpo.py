@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import train_grpo
 from flow_grpo.cost.plan import make_plan
-from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.data.video_io import read_video
 from flow_grpo.judging.evaluate import Evaluator
 from flow_grpo.maths.poses import PRESETS
@@ -81,11 +80,8 @@ def without_curves(request, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory) -> dict[str, str]:
-    """A model folder and a data folder."""
-    folder = tmp_path_factory.mktemp("line")
-    ensure_tiny_world(folder / "world", "unit_test")
-    return {"model.path": make_tiny_folder(folder / "model"), "data.root": str(folder / "world")}
+def places(tmp_path_factory, world) -> dict[str, str]:
+    return {"model.path": make_tiny_folder(tmp_path_factory.mktemp("line") / "model"), "data.root": str(world)}
 
 
 def words(places: dict[str, str], output: Path, recipe: str = "tiny_recam", **changes) -> list[str]:
@@ -132,7 +128,6 @@ def newest(run: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_equal_state(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    """Assert that two checkpoints hold the same tensors bit for bit."""
     assert set(one) == set(other)
     assert not [name for name in one if not torch.equal(one[name], other[name])]
 

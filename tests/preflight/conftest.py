@@ -12,7 +12,6 @@ from tests.doctor_cases import build_trainer, make_places, words
 
 @pytest.fixture(scope="session")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return a model folder and a data folder, which no test may change."""
     return make_places(tmp_path_factory.mktemp("doctor"))
 
 

@@ -22,7 +22,6 @@ from tests.workers import run_ranks
 
 
 def state_of(trainer) -> dict[str, torch.Tensor]:
-    """Return everything that a run depends on."""
     module = trainer.updater.policy.module
     weights = {name: value.clone() for name, value in module.state_dict().items()}
     gradients = {f"gradient {n}": p.grad for n, p in module.named_parameters() if p.grad is not None}

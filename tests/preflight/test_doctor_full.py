@@ -32,7 +32,6 @@ def trainer(places, tmp_path):
 
 
 def by_name(trainer) -> dict[str, str]:
-    """Return status and measurement of every finding."""
     return {found.name: f"{found.status}: {found.measured}" for found in run_checks(trainer, full(1))}
 
 

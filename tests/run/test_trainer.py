@@ -73,7 +73,6 @@ def a_config(**changes) -> Config:
 
 
 def make_trainer(folder: Path, world: World, **changes) -> Trainer:
-    """Return a trainer of the toy whose run folder is `folder`."""
     config, policy = a_config(**changes), ToyPolicy()
     sampling = collector(world, policy, debug=config.debug, train_batch_size=4)
     moving = updater(policy, world=world)
@@ -107,13 +106,16 @@ def a_trainer(tmp_path, monkeypatch, without_curves):
     return functools.partial(make_trainer, tmp_path, World())
 
 
+def everything_flat(**changes) -> dict:
+    return {"reward": reward_config(flat_eps=1e3), "dynamic_sampling": DYNAMIC} | changes
+
+
 def run(trainer: Trainer) -> None:
     trainer.train()
     trainer.finish()
 
 
 def metrics_of(folder: Path, name: str = "reward/mean") -> list[dict[str, float]]:
-    """Return the rows of a run that have a metric."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if name in row]
 
@@ -462,10 +464,12 @@ def test_samples_without_a_reward_are_printed_and_counted(a_trainer, capsys, tmp
     (row,) = metrics_of(tmp_path)
     assert row["reward/brightness_valid"] == pytest.approx(7 / 8)
     assert row["dyn/incomplete_groups"] == 1
-
-
-def everything_flat(**changes) -> dict:
-    return {"reward": reward_config(flat_eps=1e3), "dynamic_sampling": DYNAMIC} | changes
+    # In a resample as well.
+    trainer = a_trainer(**everything_flat(num_epochs=1))
+    later = trainer.state.sampler.plan(2)[0][0][3]
+    trainer.collector.rewards = RewardSet([BrightnessReward(broken=[(later, 2)])], {"brightness": 1.0})
+    trainer.train()
+    assert "reward brightness: 1 samples of rank 0 have no value" in capsys.readouterr().out
 
 
 def test_a_run_continues_after_a_fallback_with_fresh_conditions_every_time(a_trainer, tmp_path):
@@ -583,14 +587,6 @@ def test_a_failing_phase_is_named(a_trainer):
         trainer.choose(samples, gathered)
     with pytest.raises(RuntimeError, match="rank 0 failed in sampling: ZeroDivisionError"):
         trainer.sample()
-
-
-def test_rewards_that_fail_in_a_resample_are_printed_too(a_trainer, capsys):
-    trainer = a_trainer(**everything_flat(num_epochs=1))
-    later = [draw[3] for step in (2, 3) for draw in trainer.state.sampler.plan(step)[0]]
-    trainer.collector.rewards = RewardSet([BrightnessReward(broken=[(later[0], 2)])], {"brightness": 1.0})
-    run(trainer)
-    assert "reward brightness: 1 samples of rank 0 have no value" in capsys.readouterr().out
 
 
 def test_a_signal_ends_the_run_after_its_epoch_saved_and_resumable(a_trainer, tmp_path, capsys):

@@ -128,7 +128,6 @@ def test_prepared_davis_holds_every_frame_path_and_name(davis):
 
 
 def calls(out: Path) -> list[list[str]]:
-    """Return the options of tools/generate.py in every line of the script."""
     lines = [line for line in (out / "generate.sh").read_text().splitlines() if line.startswith("[")]
     return [shlex.split(line.split("generate.py ", 1)[1])[:-1] for line in lines]
 
@@ -244,14 +243,10 @@ def test_videos_before_training_are_scored_apart_and_compared(davis):
 # --- figures of other programs, and of papers
 
 
-def protocol_of_stand_in() -> dict:
-    own = {"videos": "list.txt", "sources": 2, "judged": 20, "size": f"{HEIGHT}x{WIDTH}"}
-    return claims.REDIRECTOR | own
-
-
 def test_published_figures_are_shown_beside_ours_under_the_same_protocol_only(davis, monkeypatch, capsys):
     folder = vipe_of_davis(davis)
-    one = claims.Claim("Model X", claims.CLAIMS[0].figures, "A paper", "2026-01", protocol_of_stand_in())
+    own = {"videos": "list.txt", "sources": 2, "judged": 20, "size": f"{HEIGHT}x{WIDTH}"}
+    one = claims.Claim("Model X", claims.CLAIMS[0].figures, "A paper", "2026-01", claims.REDIRECTOR | own)
     monkeypatch.setattr(claims, "CLAIMS", (one,))
     write_met3r(davis.parent / "met3r", "dog_arc_left", 0.1)  # of one video: no figure of the set
     scored(davis, "--vipe", folder, "--results", davis.parent / "met3r")
@@ -294,9 +289,8 @@ def test_results_of_other_programs_stand_beside_ours(davis, capsys):
     out = capsys.readouterr().out
     assert "| met3r | MEt3R | 0.2 | – | 2 |" in out and "| imaging_quality | VBench | 0.71 | – | 20 |" in out
     write_vbench(vbench, ["dog_arc_left", "cat"])
-    assert "is about 2 videos, must be about the 20 scored ones" in refusal(
-        capsys, benchmark.main, ["score", davis, *words]
-    )
+    line = refusal(capsys, benchmark.main, ["score", davis, *words])
+    assert "is about 2 videos, must be about the 20 scored ones" in line
     (davis.parent / "met3r" / "bear_arc_left" / "results.txt").write_text("MEt3R: low")
     assert "MEt3R is 'low', must be a number or None" in refusal(capsys, benchmark.main, ["score", davis, *words[:4]])
 
@@ -479,9 +473,8 @@ def test_unusable_redirect4d_is_refused_in_one_line(tmp_path, capsys):
         trajectory.write_text(content)
         assert message in refusal(capsys, benchmark.main, redirect_words(root))
     trajectory.write_text(good)
-    assert "no source video of bear_seq1" in refusal(
-        capsys, benchmark.main, redirect_words(root, "--sources", tmp_path)
-    )
+    line = refusal(capsys, benchmark.main, redirect_words(root, "--sources", tmp_path))
+    assert "no source video of bear_seq1" in line
     with (root / "cases.jsonl").open("a") as file:
         file.write('{"case": "wolf__../x"}\n')
     assert "cases.jsonl, line 4 names no case" in refusal(capsys, benchmark.main, redirect_words(root))

@@ -21,7 +21,6 @@ CAMERAS = "cameras/camera_extrinsics.json"
 
 @pytest.fixture
 def root(world, tmp_path):
-    """Return a copy that a test may break."""
     return Path(shutil.copytree(world, tmp_path / "tiny"))
 
 

@@ -28,7 +28,6 @@ from tools.conversion import model_folder
 
 @pytest.fixture(scope="module")
 def original_wan(tmp_path_factory) -> Path:
-    """Base Wan in diffusers layout, small."""
     folder = Path(make_tiny_folder(tmp_path_factory.mktemp("base") / "wan"))
     shutil.rmtree(folder / "transformer")
     base_wan(tiny_transformer()).save_pretrained(str(folder / "transformer"))
@@ -38,7 +37,6 @@ def original_wan(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def wan(tmp_path, original_wan) -> Path:
-    """A copy that the test may change."""
     return Path(shutil.copytree(original_wan, tmp_path / "wan"))
 
 

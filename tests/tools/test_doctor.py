@@ -26,7 +26,6 @@ def places(tmp_path_factory):
 
 
 def examined(given: list[str], fault=contextlib.nullcontext) -> tuple[int, dict[str, dict[str, str]]]:
-    """Return the doctor's exit code and its findings by name."""
     with contextlib.redirect_stdout(io.StringIO()) as printed, fault():
         code = doctor.main([*given, "--json"])
     told = json.loads(printed.getvalue() or '{"findings": []}')  # other ranks than the first print nothing

@@ -34,10 +34,7 @@ def words(world: Path, out: Path, *more: str, **knobs: object) -> list[str]:
 
 
 def test_the_generated_conditions_are_those_of_a_runs_evaluations(world, tmp_path, monkeypatch):
-    """A run's evaluation seeds the noise of condition i with gid i and this seed, see `Evaluator`.
-
-    As videos they are too small for the estimator.
-    """
+    """A run's evaluation seeds noise of condition i with gid i and this seed; videos are too small to measure."""
     asked = []
 
     def recorded(policy, condition, sigmas, seed):
@@ -82,10 +79,8 @@ def test_a_run_s_conditions_are_generated_with_its_settings_before_and_after_tra
     monkeypatch.setattr(starts, "LEAST_ROWS", 24)
     assert evaluate.main([*asked, "--config.eval.num_steps", "1"]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[:2] == [
-        f"2 held-out conditions in {out / videos.VIDEOS}, {run / 'adapter'}",
-        "generating the 2 that are missing",
-    ]
+    assert said[0] == f"2 held-out conditions in {out / videos.VIDEOS}, {run / 'adapter'}"
+    assert said[1] == "generating the 2 that are missing"
     assert f"2 held-out conditions in {out / 'before' / videos.VIDEOS}, without an adapter" in said
     assert "measuring 2 videos, and 2 before training" in said
     after, before = (sorted((place / videos.VIDEOS).iterdir()) for place in (out, out / "before"))

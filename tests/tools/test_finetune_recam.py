@@ -184,7 +184,6 @@ def test_the_loss_is_that_of_flow_matching(places, tmp_path) -> None:
 
 @pytest.fixture(scope="module")
 def finished(places, tmp_path_factory) -> Path:
-    """The folder of a run over two sizes with adapters."""
     output = tmp_path_factory.mktemp("finished")
     changes = {"model__trained": "lora", "train__learning_rate": 1e-2}
     assert finetune_recam.main(words(places, output, "--epochs", "4", "--eval-items", "64", **changes)) == 0

@@ -36,7 +36,6 @@ SIZE = ["--frames", "5", "--height", "24", "--width", "32", "--max-prompt-tokens
 
 
 def film(number: int = 0) -> torch.Tensor:
-    """Return a (3, 7, 30, 40) uint8 video of moving colours."""
     t, y, x = torch.meshgrid(*(torch.arange(size) for size in (7, 30, 40)), indexing="ij")
     return torch.stack([6 * x + 2 * t, 8 * y, 120 + 15 * t + 8 * number - x]).to(torch.uint8)
 

@@ -37,17 +37,12 @@ def test_panels_hold_what_belongs_together_in_sections_with_health_first():
         "health": {"train/bad_steps, healthy: 0": ["train/bad_steps"]},
         "eval": {"eval/rot_err_deg, degrees": ["eval/rot_err_deg"]},
         "reward": {
-            "reward/room_rot_group_range percentiles": [
-                "reward/room_rot_group_range_p10",
-                "reward/room_rot_group_range_p90",
-            ],
+            "reward/room_rot_group_range percentiles": [f"reward/room_rot_group_range_p{n}" for n in (10, 90)],
             "reward/room_rot_mean": ["reward/room_rot_mean"],
         },
         "train": {"train/bad_steps, count": ["train/bad_steps"]},
         "eval_change": {"eval_change/rot_err_deg": sorted(name for name in NAMES if name.startswith("eval_change/"))},
-        "eval_by_camera": {
-            "eval_by_camera: rot_err_deg": [name for name in NAMES if name.startswith("eval_by_camera/")]
-        },
+        "eval_by_camera": {"eval_by_camera: rot_err_deg": [n for n in NAMES if n.startswith("eval_by_camera/")]},
     }
     axes = {panel["x"] for one in found if one["name"].startswith("eval") for panel in one["panels"]}
     assert axes == {"eval/epoch"}

@@ -14,21 +14,15 @@ from flow_grpo.data.splits import multicam_data
 from flow_grpo.models.encoders import codec, texts
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.loading import load_config
+from tests.command import command
+from tests.refusals import refusal
 from tests.workers import run_ranks
 from tools import precompute
 
-RECIPE = ["--config", "config/grpo.py:tiny_recam"]
-
 
 def words(world: Path, cache: Path, *more: str) -> list[str]:
-    return [
-        *RECIPE,
-        f"--config.data.root={world}",
-        "--config.data.tiny_world=",
-        "--config.data.tune_scenes=0",
-        f"--config.model.encodings={cache}",
-        *more,
-    ]
+    knobs = {"data.root": world, "data.tiny_world": "", "data.tune_scenes": 0, "model.encodings": cache}
+    return [*command(knobs), *more]
 
 
 def entries(cache: Path) -> dict[str, int]:
@@ -44,16 +38,16 @@ def test_training_and_evaluation_then_load_no_encoder(world, tmp_path, monkeypat
     assert precompute.main(words(world, cache)) == 0
     said = capsys.readouterr().out
     assert f"{len(entries(cache))} encoded, 0 were there, 0 failed" in said
-    real = codec._load_half
-    monkeypatch.setattr(
-        codec,
-        "_load_half",
-        lambda path, half, dtype: refuse_to_load() if half == "encoder" else real(path, half, dtype),
-    )
-    headers = texts.load_frozen
-    monkeypatch.setattr(  # with a placement it reads headers only
-        texts, "load_frozen", lambda *parts, **given: headers(*parts, **given) if given else refuse_to_load()
-    )
+    real, headers = codec._load_half, texts.load_frozen
+
+    def decoders_only(path, half, dtype):
+        return refuse_to_load() if half == "encoder" else real(path, half, dtype)
+
+    def headers_only(*parts, **placement):
+        return headers(*parts, **placement) if placement else refuse_to_load()
+
+    monkeypatch.setattr(codec, "_load_half", decoders_only)
+    monkeypatch.setattr(texts, "load_frozen", headers_only)
     small = {"num_conditions": 4, "videos": 0, "batch_size": 4, "num_steps": 2, "signal_groups": 0, "gold": ""}
     run = ["--config.num_epochs=1", "--config.trackers=", *(f"--config.eval.{k}={v}" for k, v in small.items())]
     run += ["--config.sample.num_batches_per_epoch=1", "--config.sample.train_batch_size=8"]
@@ -110,8 +104,8 @@ def test_a_broken_video_is_listed_and_the_rest_is_encoded(world, tmp_path, capsy
 
 
 def test_a_missing_folder_option_is_refused(capsys):
-    assert precompute.main([*RECIPE, "--config.model.encodings="]) == 2
-    assert "pass --config.model.encodings=FOLDER" in capsys.readouterr().err
+    line = refusal(capsys, precompute.main, command({"model.encodings": ""}))
+    assert "pass --config.model.encodings=FOLDER" in line
 
 
 def test_negative_prompts_that_training_or_evaluation_uses_are_encoded(world, tmp_path):

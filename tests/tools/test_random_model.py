@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -39,7 +40,6 @@ def words(out: Path, sizes: Sizes = SMALL, **changes) -> list[str]:
 
 
 def policy_of(folder: Path, dtype: str = "fp32") -> WanPolicy:
-    """Load a folder as the recipe does."""
     knobs = {"path": folder, "dtype": dtype, "max_prompt_tokens": 32}
     words = [f"--config.model.{name}={value}" for name, value in knobs.items()]
     config = load_config(f"{ROOT}/config/grpo.py:my_recam_8npu", words)
@@ -198,7 +198,7 @@ def test_prompts_of_any_language_stay_distinct(tmp_path):
         assert all(not torch.allclose(one, other, atol=1e-3) for other in embeds[:number])
 
 
-def test_an_empty_folder_is_filled_and_any_other_is_refused_untouched(tmp_path, capsys):
+def test_an_empty_folder_is_filled_and_any_other_is_refused_untouched(tmp_path, capsys, monkeypatch):
     (tmp_path / "empty").mkdir()
     assert random_model.main(words(tmp_path / "empty")) == 0
     full, file = tmp_path / "full", tmp_path / "file"
@@ -208,6 +208,10 @@ def test_an_empty_folder_is_filled_and_any_other_is_refused_untouched(tmp_path, 
     for out in (full, file, tmp_path / "empty"):
         assert refusal(capsys, random_model.main, words(out)).startswith(f"error: --out: {out} already exists")
     assert [path.name for path in full.iterdir()] == ["weights"] and file.read_text() == "precious"
+    # A failure leaves nothing behind.
+    monkeypatch.setattr(random_model, "build_parts", mock.Mock(side_effect=OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        random_model.main(words(tmp_path / "model"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "full"]
 
 
@@ -237,13 +241,3 @@ def test_the_smallest_sizes_work(tmp_path):
     given = policy.encode(conditions()[:1])
     with torch.no_grad():
         assert policy.velocity(given.inputs["source_latents"], torch.ones(1), given).isfinite().all()
-
-
-def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
-    def broken(sizes: Sizes) -> dict[str, object]:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(random_model, "build_parts", broken)
-    with pytest.raises(OSError, match="disk full"):
-        random_model.main(words(tmp_path / "model"))
-    assert not list(tmp_path.iterdir())

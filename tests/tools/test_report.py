@@ -28,7 +28,6 @@ from tools.run_report.words import changed, duration, number, pair, percent, sig
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
-    """Return the page of a run with its plots."""
     run = make_run(tmp_path_factory.mktemp("drawn") / "first")
     assert report.main([str(run)]) == 0
     return (run / "report.html").read_text()

@@ -127,7 +127,6 @@ def test_arrows_and_the_scrub_bar_step_frames_of_all_videos(opened):
 
 
 def colour(opened, share):
-    """Return the colour of the first comparison at that share of its width."""
     picture = Image.open(io.BytesIO(opened.page.locator(".compare canvas").first.screenshot()))
     return np.array(picture.convert("RGB"))[picture.height // 3, int(share * (picture.width - 1))]
 

@@ -208,11 +208,9 @@ def test_a_fault_inside_a_rank_happens_in_its_epoch_and_on_its_rank_only(monkeyp
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(soak_rank.time, "sleep", naps.append)
     monkeypatch.setattr(Trainer, "train_epoch", lambda trainer, epoch: None)
-    monkeypatch.setattr(
-        updater, "take_step", lambda optimizer: bool(optimizer.param_groups[0]["params"][0].grad.isnan().any())
-    )
-    monkeypatch.setattr(RewardSet, "__call__", lambda rewards: isinstance(rewards.rewards[0], soak_rank.Broken))
     module, rewards = torch.nn.Linear(1, 1, bias=False), RewardSet([Sharpness()], {"sharpness": 1.0})
+    monkeypatch.setattr(updater, "take_step", lambda _: bool(module.weight.grad.isnan().any()))
+    monkeypatch.setattr(RewardSet, "__call__", lambda rewards: isinstance(rewards.rewards[0], soak_rank.Broken))
     optimizer = torch.optim.SGD(module.parameters())
     soak_rank.Saboteur(fault, epoch=1, rank=1).arm()
     seen = []

@@ -69,7 +69,6 @@ def shown(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def older(folder: Path, seconds: float) -> None:
-    """Make what a run has written so much older."""
     for file in [folder, *folder.rglob("*")]:
         then = file.stat().st_mtime - seconds
         os.utime(file, (then, then))
@@ -189,20 +188,15 @@ def test_a_run_that_has_only_begun_is_starting(tmp_path, capsys):
     assert "0/40" in shown(tmp_path / "second", capsys)
 
 
-def test_of_several_runs_the_newest_is_shown_and_named(tmp_path, capsys):
+def test_of_several_runs_the_newest_is_shown_and_where_there_is_none_one_line_says_so(tmp_path, capsys):
     make_run(tmp_path / "outputs" / "new")
     make_run(tmp_path / "outputs" / "old")
     (tmp_path / "outputs" / "no_run").mkdir()
     older(tmp_path / "outputs" / "old", 60.0)
     first = shown(tmp_path / "outputs", capsys).splitlines()[0]
     assert first == f"{tmp_path}/outputs/new  the newest of 2 runs in {tmp_path}/outputs"
-
-
-@pytest.mark.parametrize(("name", "what"), [("missing", "is no folder"), ("empty", "holds no run")])
-def test_where_there_is_no_run_one_line_says_so(tmp_path, capsys, name, what):
-    (tmp_path / "empty").mkdir()
-    error = refusal(capsys, watch.main, [tmp_path / name])
-    assert error.startswith(f"error: RUN: {tmp_path / name} {what}, must be")
+    for folder, what in ((tmp_path / "missing", "is no folder"), (tmp_path / "outputs" / "no_run", "holds no run")):
+        assert refusal(capsys, watch.main, [folder]).startswith(f"error: RUN: {folder} {what}, must be")
 
 
 def test_time_left_respects_the_runs_limit_of_minutes(tmp_path):
