@@ -93,8 +93,7 @@ def test_a_round_of_mixed_sizes_takes_as_few_calls_as_its_sizes_allow():
     policy = ConvPolicy()
     batches = sample(World(), policy)
     counts = Counter(c.size for batch in batches for c in batch.conditions)
-    assert sum(counts.values()) == sum(map(len, batches)) == 24
-    assert len(counts) == 3
+    assert sum(counts.values()) == sum(map(len, batches)) == 24 and len(counts) == 3
     steps = len(SIGMAS) - 1
     assert len(policy.calls) == steps * sum(math.ceil(count / 4) for count in counts.values())
     assert len(policy.calls) < 24 * steps / 2

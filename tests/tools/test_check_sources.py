@@ -11,10 +11,11 @@ from flow_grpo.data.splits import multicam_data
 from flow_grpo.rewards.camera.pose import PoseMeasurer
 from flow_grpo.rewards.process_pool import Outcome
 from flow_grpo.run.command_line import read_command_line
+from tests.command import command
 from tests.refusals import refusal
 from tools import check_sources
 
-SMALL = ["data.num_frames=5", "data.height=24", "data.width=32", "data.tiny_world=unit_test"]
+SMALL = {"data.num_frames": 5, "data.height": 24, "data.width": 32, "data.tiny_world": "unit_test"}
 
 
 def verdicts_in(file) -> dict[str, dict[str, str]]:
@@ -22,8 +23,7 @@ def verdicts_in(file) -> dict[str, dict[str, str]]:
 
 
 def words(root, out, *more: str) -> list[str]:
-    given = [f"--config.{text}" for text in (f"data.root={root}", *SMALL)]
-    return ["--config", "config/grpo.py:tiny_recam", "--out", str(out), "--workers", "0", *given, *more]
+    return [*command(SMALL | {"data.root": root}, "--out", str(out), "--workers", "0"), *more]
 
 
 def pretend(monkeypatch, judge) -> list[tuple[str, str]]:

@@ -15,6 +15,7 @@ from tools.evaluation.inputs import EvaluationTask, find_tasks
 
 FRAMES = 5
 MIRROR = torch.diag(torch.tensor([1.0, -1.0, 1.0, 1.0], dtype=torch.float64))
+LARGER = torch.diag(torch.tensor([1.1, 1.1, 1.1, 1.0], dtype=torch.float64))
 
 
 def film(folder: Path, *names: str, frames: int = FRAMES) -> Path:
@@ -98,17 +99,11 @@ def test_cameras_of_a_scene_are_found_by_the_names_of_its_videos(tmp_path, name)
     assert torch.allclose(task.commanded, relative(start, start @ preset_path("pan_left", FRAMES)), atol=1e-6)
 
 
-def scaled() -> list:
-    poses = preset_path("arc_left", FRAMES)
-    poses[2, :3, :3] *= 1.1
-    return poses.tolist()
-
-
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
         (path(frames=4), "video a.mp4 has 5 frames and 4 matrices"),
-        (scaled(), "off orthonormal by 0.21"),
+        ((LARGER @ preset_path("arc_left", FRAMES)).tolist(), "off orthonormal by 0.21"),
         ((MIRROR @ preset_path("arc_left", FRAMES)).tolist(), "matrix 0 is a mirror image"),
         ([[1, 2], [3, 4]], "has shape (2, 2), must be (T, 4, 4)"),
         ([[[1, 2], [3]]], "no list of 4x4 matrices"),

@@ -25,6 +25,7 @@ from flow_grpo.run import starts
 from flow_grpo.runtime.video_file import write_video
 from flow_grpo.settings.loading import load_config
 from tests import refusals
+from tests.command import command
 from tests.models.test_adapters import LORA, move
 from tools import generate
 from tools.evaluation.inputs import find_generated
@@ -290,8 +291,8 @@ def test_an_adapter_of_another_model_is_one_line(source, tmp_path, capsys):
 
 def finished_run(folder: Path, trained: str = "lora", **knobs: object) -> Path:
     """Return the folder of a run of the demo with an adapter and other settings than this tool's."""
-    words = [f"--config.{name.replace('__', '.')}={value}" for name, value in knobs.items()]
-    config = load_config(f"{ROOT}/config/grpo.py:tiny_recam", [f"--config.model.path={MODEL}", *words])
+    _, spec, *words = command({"model.path": MODEL}, **knobs)
+    config = load_config(spec, words)
     starts.record(folder, config, "config/grpo.py:tiny_recam", None, epoch=0, ranks=1, device="cpu", served={})
     starts.begin(folder)
     saved_adapter(folder / "adapter", trained=trained)

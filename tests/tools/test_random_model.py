@@ -23,12 +23,12 @@ from flow_grpo.models.video_model import WAN_1_3B
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.records import Condition
 from flow_grpo.settings.loading import load_config
+from tests.command import command
 from tests.refusals import refusal
 from tests.some import some
 from tools import random_model
 from tools.random_model import Sizes
 
-ROOT = Path(__file__).parents[2]
 SMALL = Sizes(heads=2, head_dim=16, layers=2, ffn=64, text_dim=32, codec="small")
 MIDDLE = Sizes(heads=4, head_dim=64, layers=8, ffn=1024, text_dim=256, codec="small")
 WORLD = WorldSpec(seed=3, scenes={}, frames=9, height=48, width=80)
@@ -40,9 +40,9 @@ def words(out: Path, sizes: Sizes = SMALL, **changes) -> list[str]:
 
 
 def policy_of(folder: Path, dtype: str = "fp32") -> WanPolicy:
-    knobs = {"path": folder, "dtype": dtype, "max_prompt_tokens": 32}
-    words = [f"--config.model.{name}={value}" for name, value in knobs.items()]
-    config = load_config(f"{ROOT}/config/grpo.py:my_recam_8npu", words)
+    knobs = {"model.path": folder, "model.dtype": dtype, "model.max_prompt_tokens": 32}
+    _, spec, *given = command(knobs, recipe="my_recam_8npu")
+    config = load_config(spec, given)
     return WanPolicy.from_config(RECAM, config.model, config.sample, torch.device("cpu"))
 
 

@@ -38,29 +38,26 @@ def make_run(folder: Path, epochs: int = 10, num_epochs: int = 40, **changed: fl
     files.append({"eval/trans_err_m": 0.2, "eval/located": 1.0, "time/evaluation_s": 3.0}, 0)
     files.append({"eval_floor/trans_err_m": 0.05}, 0)
     for epoch in range(1, epochs + 1):
-        files.append({**epoch_metrics(epoch), **changed}, epoch)
+        row = {
+            "reward/pose_mean": -3.0 + 0.1 * epoch,
+            "reward/pose_group_std": 0.25,
+            "reward/pose_weight": 1.0,
+            "reward/sharp_mean": 7.0,
+            "reward/sharp_weight": 0.0,
+            "policy/clip_fraction": 0.0,
+            "train/grad_norm": 0.5,
+            "time/rollout_s": 1.5,
+            "time/update_s": 0.5,
+            "time/epoch_s": 2.0,
+            "system/memory_peak_gib": 30.5,
+            "system/memory_total_gib": 64.0,
+        }
+        files.append(row | changed, epoch)
     ends = {"": -0.1, "_low": -0.2, "_high": -0.05}
     change = {f"eval_change/trans_err_m{end}": value for end, value in ends.items()}
     files.append({"eval/trans_err_m": 0.1, "eval/located": 1.0, "policy/credit_share": 0.9} | change, epochs)
     (folder / LOCK).write_text(f"process {os.getpid()} on elsewhere")
     return folder
-
-
-def epoch_metrics(epoch: int) -> dict[str, float]:
-    return {
-        "reward/pose_mean": -3.0 + 0.1 * epoch,
-        "reward/pose_group_std": 0.25,
-        "reward/pose_weight": 1.0,
-        "reward/sharp_mean": 7.0,
-        "reward/sharp_weight": 0.0,
-        "policy/clip_fraction": 0.0,
-        "train/grad_norm": 0.5,
-        "time/rollout_s": 1.5,
-        "time/update_s": 0.5,
-        "time/epoch_s": 2.0,
-        "system/memory_peak_gib": 30.5,
-        "system/memory_total_gib": 64.0,
-    }
 
 
 def shown(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
