@@ -223,9 +223,7 @@ def test_scoring_concurrently_with_the_rollouts_changes_no_number(made):
     assert_equal_state(newest(made()), newest(made(reward__overlap="false")))
 
 
-def test_a_run_stopped_by_a_failing_reward_resumes_to_the_weights_of_an_uninterrupted_one(
-    places, tmp_path, made, capsys
-):
+def test_a_run_stopped_by_a_failing_reward_resumes_to_the_weights_of_a_whole_one(places, tmp_path, made, capsys):
     whole = made()
     calls, score = [], target_view.TargetView.__call__
 

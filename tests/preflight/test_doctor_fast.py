@@ -64,9 +64,7 @@ def test_replays_that_need_not_be_bit_exact_still_show_rounded_latents(built):
 
 
 @pytest.mark.parametrize(("old_log_prob", "status"), [("rollout", "fail"), ("auto", "warn")])
-def test_an_update_s_batch_size_is_examined_where_it_is_larger_than_the_rollout_s(
-    places, tmp_path, old_log_prob, status
-):
+def test_an_update_s_batch_size_larger_than_the_rollout_s_is_examined(places, tmp_path, old_log_prob, status):
     given = {"sample__num_batches_per_epoch": 2, "train__batch_size": 4, "train__old_log_prob": old_log_prob}
     trainer = build_trainer(words(places, output_root=tmp_path, **given))
     velocity = WanPolicy.velocity

@@ -504,9 +504,7 @@ def test_an_epoch_with_some_signal_still_takes_its_step(a_trainer, tmp_path):
     assert row["train/updates"] == 1.0
 
 
-def test_weights_follow_their_schedule_and_a_resumed_run_has_those_of_the_uninterrupted_one(
-    a_trainer, tmp_path, monkeypatch
-):
+def test_weights_follow_their_schedule_and_so_they_do_when_resumed(a_trainer, tmp_path, monkeypatch):
     fading = reward_config(weights={"brightness": 9.0}, schedules={"brightness": ((0, 1.0), (2, 0.5))})
     trainer, shown = a_trainer(reward=fading, log_videos_every=1), []
     monkeypatch.setattr(trainer.gallery, "training", lambda *_, weights, **__: shown.append(weights["brightness"]))

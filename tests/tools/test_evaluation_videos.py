@@ -62,9 +62,7 @@ def test_the_generated_conditions_are_those_of_a_runs_evaluations(world, tmp_pat
     assert f"| all | {COUNT} | {COUNT} (100%) | 0% |" in (tmp_path / "summary.md").read_text()
 
 
-def test_a_run_s_conditions_are_generated_with_its_settings_before_and_after_training(
-    world, tmp_path, capsys, monkeypatch
-):
+def test_a_run_s_conditions_are_generated_before_and_after_training(world, tmp_path, capsys, monkeypatch):
     run, out = tmp_path / "first", tmp_path / "out"
     given = words(world, out, eval__num_conditions=2)
     config = load_config(given[1], [word for word in given if word.startswith("--config.")])
@@ -97,9 +95,7 @@ def test_videos_are_sampled_with_the_evaluation_s_guidance(world, tmp_path, monk
     assert (asked["guidance_scale"], asked["negative_prompt"]) == (3.0, "dark")
 
 
-def test_a_second_call_generates_missing_videos_and_none_into_a_folder_with_other_settings(
-    world, tmp_path, monkeypatch, capsys
-):
+def test_a_second_call_generates_missing_videos_and_none_among_other_ones(world, tmp_path, monkeypatch, capsys):
     evaluate.main(words(world, tmp_path))
     films = sorted((tmp_path / videos.VIDEOS).iterdir())
     before = [film.read_bytes() for film in films]

@@ -35,11 +35,8 @@ def run(world, tmp_path_factory) -> dict[str, str]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {
-        f"{file.name}/{name}": tensor
-        for file in folder.glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
+    files = {file.name: load_file(file) for file in folder.glob("*.safetensors")}
+    return {f"{file}/{name}": tensor for file, tensors in files.items() for name, tensor in tensors.items()}
 
 
 def exported(run: dict[str, str], step: int, out: Path, *more: str) -> int:

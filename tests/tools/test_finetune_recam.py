@@ -106,9 +106,7 @@ def test_items_are_drawn_by_the_weights_of_a_file(places, tmp_path) -> None:
     assert {names[index] for index in drawn} == {name for name in names[1:] if name.startswith(f"{scene}/")}
 
 
-def test_an_item_drawn_again_in_an_epoch_gets_other_noise_and_the_first_draw_that_of_an_unweighted_run(
-    places, tmp_path
-) -> None:
+def test_an_item_drawn_again_gets_other_noise_and_first_draws_that_of_an_unweighted_run(places, tmp_path) -> None:
     (tmp_path / "weights.json").write_text("{}")
     given = ["--weights", str(tmp_path / "weights.json"), "--num-samples", "60", "--eval-items", "0"]
     run = made(words(places, tmp_path, *given))

@@ -89,9 +89,7 @@ def test_a_line_that_a_killed_run_left_half_written_is_passed_over(run, capsys):
         (["--project=me/mine"], True, "there is no API key: wandb login, or set WANDB_API_KEY"),
     ],
 )
-def test_what_is_missing_is_said_in_one_line_and_the_file_is_written(
-    words, installed, said, run, monkeypatch, capsys, tmp_path
-):
+def test_what_is_missing_is_one_line_and_the_file_is_there(words, installed, said, run, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: object() if installed else None)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
