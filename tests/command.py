@@ -1,7 +1,5 @@
 """Command lines of the programs that take a recipe."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

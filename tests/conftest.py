@@ -1,7 +1,5 @@
 """Plain `pytest` needs no network, no account and no accelerator: this file sees to it."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import socket

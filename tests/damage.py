@@ -1,7 +1,5 @@
 """An adversary with a seed: damages files, JSON and texts in every way that disks, tools and people do."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """A small recipe for the doctor's tests, and faults to plant into the code that it examines."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

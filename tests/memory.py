@@ -1,7 +1,5 @@
 """Resident memory of this process, read from /proc: Linux only, as getrusage may report the parent process's peak."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

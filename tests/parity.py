@@ -5,8 +5,6 @@ sums), the rotary tables and the timestep's sinusoid. They keep a float64 model 
 fixture `exact` of tests/models makes all three float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Pure functions of a state dict (names of diffusers) and a config. Everything, ta
 in the dtype of the state dict.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

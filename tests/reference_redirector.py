@@ -4,8 +4,6 @@ A pure function of a state dict (names of this project's model) and a config, co
 that every Wan has with tests/reference_recam.py.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """What a program says when it refuses: one line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

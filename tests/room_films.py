@@ -1,7 +1,5 @@
 """Rooms filmed along known paths, and conditions to match: the rewards' tests need no data set and no model."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

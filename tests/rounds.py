@@ -3,8 +3,6 @@
 Every tensor of a sample encodes its (gid, slot), so that a mix-up is detected.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from unittest import mock

@@ -3,8 +3,6 @@
 The environment variable FAULT names it, FAULTY_RANK the rank that has it. It occurs in the second epoch.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

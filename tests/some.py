@@ -1,7 +1,5 @@
 """Parameters of which `make test` takes some and `make test-slow` the others."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

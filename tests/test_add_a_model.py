@@ -1,7 +1,5 @@
 """The examples of docs/add_a_model.md work as they are written."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """An objective is one class and one entry of traits: trained, planned, examined, and refused where it must be."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Rules of CONTRIBUTING.md that ruff and import-linter cannot check, read from the source."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools

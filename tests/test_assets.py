@@ -1,7 +1,5 @@
 """The tiny model in assets/: complete, small, documented, and trained."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

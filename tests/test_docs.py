@@ -1,7 +1,5 @@
 """The pages for readers: links lead somewhere, the site builds and needs no network, Chinese pages keep step."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -3,8 +3,6 @@
 `make test` runs each of these with one model, not that of the other tests; `make test-slow` with the others.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`import flow_grpo`: the surface is what docs/library.md lists, costs nothing by itself, and its examples run."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib

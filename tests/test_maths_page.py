@@ -1,7 +1,5 @@
 """The numbers of docs/maths.md are those of the code."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Videos of several sizes in one epoch: few calls, and the numbers that each would have alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter

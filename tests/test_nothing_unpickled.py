@@ -1,7 +1,5 @@
 """Nothing from outside is unpickled or run: no source asks for it, and a pickle in any file's place stays shut."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """examples/one_file.py is the algorithm of train_grpo.py: the recipe's constants, and the same numbers bit for bit."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 `bad_input_cases.py` covers the command line, a checkpoint's manifest and a data folder.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -4,8 +4,6 @@
 there a rank tells what it saw because `sitecustomize`, which Python imports before any program, makes it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """Records keep the rows of all their tensors together."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

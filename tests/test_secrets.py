@@ -1,7 +1,5 @@
 """Keys, tokens and passwords reach neither console, logs, error messages nor any file of a run."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Runs whose ranks share samples are those of ranks that do not: metrics and weights, whatever a recipe switches on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """train_grpo.py from recipe to adapter, on a random tiny model and a rendered tiny world."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

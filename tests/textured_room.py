@@ -4,8 +4,6 @@ The room is 8 m square and 4.5 m high, with five free-standing panels so that no
 OpenCV camera-to-world in metres, relative to a camera 4.5 m in front of the far wall.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Tiny random networks for every component: transformer, text encoder, codec that compresses 4x in space and time."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A policy of a few hundred weights, conditions and rewards to match: the algorithm's tests need no video model."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """A recipe that only the tests of the configuration use, so that tuning the real ones breaks none of them."""
 
-from __future__ import annotations
-
 from ml_collections import ConfigDict
 
 from config.base import get_config

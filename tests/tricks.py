@@ -1,7 +1,5 @@
 """Videos that a reward might wrongly prefer, rendered in the textured room: each one cheats in a different way."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import cv2

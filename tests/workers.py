@@ -11,8 +11,6 @@ its ranks, and the next call starts new ones. Use `fresh=True` for a function th
 (backends, environment).
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import dataclasses

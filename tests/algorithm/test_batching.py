@@ -1,7 +1,5 @@
 """Which samples share a call."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Sampling an epoch: the stream of conditions, encoding, positions over mixed video sizes, merging batches."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

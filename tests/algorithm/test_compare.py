@@ -1,7 +1,5 @@
 """Gathering and comparing: positions, masks, own rows, statistics."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

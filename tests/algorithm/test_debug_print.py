@@ -1,7 +1,5 @@
 """Values of the printed group structure and its asserted counts; `test_real_recipe.py` checks lines and shapes."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

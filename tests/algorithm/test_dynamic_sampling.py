@@ -3,8 +3,6 @@
 Which groups are chosen is decided by pure functions, see `test_selection.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import random

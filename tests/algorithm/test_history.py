@@ -1,7 +1,5 @@
 """What earlier optimizer steps mean for the next one."""
 
-from __future__ import annotations
-
 from flow_grpo.algorithm.update.history import UpdateHistory
 
 

@@ -1,7 +1,5 @@
 """Advantage-weighted flow matching: its gradient, its draws, and that layouts and micro-batches change nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 

@@ -1,7 +1,5 @@
 """What is recorded of rewards by camera and by server: names, means, and that ranks agree."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """GRPO's objective: the size of its gradient."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """The rollout: its noise, its recorded steps, and that an empty window is the ODE sampler."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

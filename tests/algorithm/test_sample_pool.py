@@ -1,7 +1,5 @@
 """The pool of one rank: what it keeps, joins and hands out; how samples travel is tested in test_dynamic_sampling."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

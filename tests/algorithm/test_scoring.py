@@ -1,7 +1,5 @@
 """Decoding final latents and measuring rewards, during the rollouts or after them."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Which groups are trained on, and on which rank: pure decisions over many patterns."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Prefixes that the copies of a group share: who computes them, and that the samples stay the same."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Training on the best and the worst copies: which they are, and that every rank gets its share of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The update: on-policy contract, accumulation, synchronisation, and what it refuses."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """The update's own statistics."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Counts on fake tensors against real forwards."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

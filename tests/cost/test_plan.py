@@ -1,7 +1,5 @@
 """The planner: what a recipe costs, before there are weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `model.checkpointing=auto` becomes, by the memory of the device and the length of the video."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The report of a plan: knobs that save memory one by one, the fewest with which a recipe fits, what was assumed."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from pathlib import Path

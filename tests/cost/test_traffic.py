@@ -1,7 +1,5 @@
 """The bytes of tokens that the plan counts are those that ranks send."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

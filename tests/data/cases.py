@@ -1,7 +1,5 @@
 """What the tests of data share: a refusal's text, and videos whose pixels are known."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The base class of datasets, and the loader whose workers end quietly whenever they are dropped."""
 
-from __future__ import annotations
-
 import gc
 import os
 from multiprocessing import resource_sharer

@@ -1,7 +1,5 @@
 """Batches of limited cost are planned for all ranks at once."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """Files of verdicts, and datasets that leave items out by them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

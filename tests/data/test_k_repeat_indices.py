@@ -3,8 +3,6 @@
 What is sharded already is not sharded by accelerate a second time.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The group sampler: one plan for all ranks, k copies of each condition, resumable at any step."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import random

@@ -1,7 +1,5 @@
 """A dataset in MultiCamVideo layout becomes the same conditions on every machine, or a clear refusal."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Prompts from files, and what is set aside of the training data."""
 
-from __future__ import annotations
-
 from operator import attrgetter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The tiny world: rendered rooms with exact cameras, in MultiCamVideo layout."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Users' camera paths and videos: what they mean, what is refused, and the conditions made of them."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Frames come back as they were written, damaged videos are refused in one line, and sizes fit."""
 
-from __future__ import annotations
-
 import math
 import os
 import struct

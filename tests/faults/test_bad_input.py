@@ -1,7 +1,5 @@
 """Bad input of every kind ends in one line with field, value, bound and way out, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

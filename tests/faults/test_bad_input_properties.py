@@ -1,7 +1,5 @@
 """Any matrix in a camera file and any value of a knob is either valid or refused in one line."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

@@ -4,8 +4,6 @@ Every class of input has a valid example, a generator that damages it from a see
 rule that an accepted input meets.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

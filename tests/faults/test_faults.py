@@ -2,8 +2,6 @@
 lost.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

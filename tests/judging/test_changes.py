@@ -1,7 +1,5 @@
 """Paired changes between two evaluations, with their intervals."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Held-out evaluation: fixed inputs, the same numbers on any number of ranks, honest means."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """The credit share: what recorded noise causes of a reward's spread inside groups."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from unittest import mock

@@ -1,7 +1,5 @@
 """A rule holds where its metric is beyond the bound, and nowhere else."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

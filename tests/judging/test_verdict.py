@@ -1,7 +1,5 @@
 """The verdict follows from intervals, directions and what the rewards of the training did not measure."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

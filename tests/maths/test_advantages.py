@@ -1,7 +1,5 @@
 """Group-relative advantages against numbers computed by hand; flat and incomplete groups."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Paths and errors of published benchmarks against closed forms and against their formulas written out."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

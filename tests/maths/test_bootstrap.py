@@ -1,7 +1,5 @@
 """Bootstrap intervals: known spreads, correlated groups, undefined cases."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Seeds are hashed: equal parts give equal draws everywhere, different parts unrelated ones."""
 
-from __future__ import annotations
-
 import torch
 
 from flow_grpo.maths.keys import generator, key

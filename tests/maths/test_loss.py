@@ -1,7 +1,5 @@
 """The clipped surrogate: clip table, golden ratios, weights and refusals."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Second-order multistep ODE steps."""
 
-from __future__ import annotations
-
 import torch
 
 from flow_grpo.maths.multistep import second_order_step

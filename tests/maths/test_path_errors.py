@@ -1,7 +1,5 @@
 """Errors of a whole path: both conventions against numbers computed by hand, and undefined cases."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Downsampling, blur, and rows of the better of two records."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Camera poses: the file format, the preset table, and every error against numbers computed by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Plücker rays against numbers computed by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Weight schedules and gates against numbers computed by hand; failing a gate never pays."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The room renderer: geometry, textures and sampling against numbers computed by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

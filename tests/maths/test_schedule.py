@@ -1,7 +1,5 @@
 """Noise levels, the stochastic window and step weights against known numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """One denoising step: golden rows, std and gain per step, refusals, and the distribution that sampling ends in."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """The anti-aliased renderer: its derivatives, and its agreement with a finely sampled image."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Fixtures of the tests of models."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Saved adapters: they load here into the same model, and into plain diffusers."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import types

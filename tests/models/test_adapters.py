@@ -1,7 +1,5 @@
 """Training modes, trained state, disabled adapters, and the moving average."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import re

@@ -1,7 +1,5 @@
 """The codec's halves: laziness, tiling, slicing, identity, refusals."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

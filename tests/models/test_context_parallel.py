@@ -1,7 +1,5 @@
 """Ranks that share the tokens of a sample compute what one computes: outputs and gradients, however divided."""
 
-from __future__ import annotations
-
 import copy
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Published tensor names against diffusers' own converter, and the checks that a checkpoint fits a model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers

@@ -1,7 +1,5 @@
 """Cached encodings equal fresh ones, keys follow content, and a warm cache loads no encoder."""
 
-from __future__ import annotations
-
 import dataclasses
 from unittest.mock import Mock
 

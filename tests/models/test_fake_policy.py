@@ -1,7 +1,5 @@
 """The policy on fake tensors."""
 
-from __future__ import annotations
-
 import json
 
 from torch._subclasses.fake_tensor import FakeTensor

@@ -1,7 +1,5 @@
 """Pictures to features."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

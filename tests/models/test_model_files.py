@@ -1,7 +1,5 @@
 """Components and checkpoints: every format gives the same tensors, and a damaged file is refused by name."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

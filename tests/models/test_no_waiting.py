@@ -3,8 +3,6 @@
 On a pretend accelerator, which notes every wait; no profile of a real one was taken.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -4,8 +4,6 @@ The fixture `exact` replaces what Wan computes in fp32 (tests/parity.py); the re
 their own, and the fp32 tests replace nothing.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

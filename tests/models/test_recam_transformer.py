@@ -1,7 +1,5 @@
 """The transformer against base Wan, its files, and the inputs and settings that it refuses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel

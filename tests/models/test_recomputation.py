@@ -1,7 +1,5 @@
 """What the backward pass recomputes changes time and memory, and no gradient."""
 
-from __future__ import annotations
-
 import copy
 import logging
 

@@ -1,7 +1,5 @@
 """The transformer against tests/reference_redirector.py, an independent implementation from the description."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The transformer against base Wan, its files, its attention kernels, and the inputs and settings that it refuses."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

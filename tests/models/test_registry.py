@@ -1,7 +1,5 @@
 """Policies by name."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

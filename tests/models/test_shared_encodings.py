@@ -1,7 +1,5 @@
 """A source video that several ranks need is encoded once among them, and what they sample stays the same."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from pathlib import Path

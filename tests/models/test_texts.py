@@ -1,7 +1,5 @@
 """Prompts to embeddings."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import string

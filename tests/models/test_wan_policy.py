@@ -1,7 +1,5 @@
 """The ReCam policy: encoding, timesteps, guidance, the reference policy, loading, compute settings."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 import types

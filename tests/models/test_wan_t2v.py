@@ -1,7 +1,5 @@
 """Plain Wan text-to-video: its folder, and what is taken for it by mistake."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

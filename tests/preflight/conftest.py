@@ -1,7 +1,5 @@
 """What the tests of this room share."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

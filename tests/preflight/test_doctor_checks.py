@@ -1,7 +1,5 @@
 """Checks of samples, gradients and updates: what passes, and the fault that each must find."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

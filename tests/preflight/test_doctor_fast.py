@@ -1,7 +1,5 @@
 """The fast doctor: what it finds, that it changes no number, and that a failed check stops the run."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from unittest import mock

@@ -1,7 +1,5 @@
 """Findings: severity, agreement between ranks, errors of checks, and how they are printed."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,7 +1,5 @@
 """The full doctor: what an epoch and two updates show, and that weights are restored afterwards."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from unittest import mock

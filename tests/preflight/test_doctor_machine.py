@@ -1,7 +1,5 @@
 """Checks of disk, shared memory, versions, device, process groups and run folder."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from unittest import mock

@@ -1,7 +1,5 @@
 """The probe batch: it is the next batch of training, and its replays are those of the update."""
 
-from __future__ import annotations
-
 import dataclasses
 import weakref
 from unittest import mock

@@ -1,7 +1,5 @@
 """What a reward set prefers: the true view, or a wrong one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

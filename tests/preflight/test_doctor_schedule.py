@@ -1,7 +1,5 @@
 """Checks of noise levels and stochastic steps: what passes, and the fault that each must find."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

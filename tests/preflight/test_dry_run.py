@@ -1,7 +1,5 @@
 """Tensor shapes of an epoch on fake tensors: those of the real policy, and those of the full-size recipe."""
 
-from __future__ import annotations
-
 import dataclasses
 import resource
 

@@ -1,7 +1,5 @@
 """The thread of reports: in order, never in the way, and what fails or does not end is said."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

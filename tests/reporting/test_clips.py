@@ -1,7 +1,5 @@
 """Clips of samples: their captions, and which samples of a batch are shown."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

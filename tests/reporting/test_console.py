@@ -1,7 +1,5 @@
 """Console output of rank 0."""
 
-from __future__ import annotations
-
 import io
 import math
 import re

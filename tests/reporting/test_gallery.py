@@ -1,7 +1,5 @@
 """The videos of a run: what stands in them, in their index, and in the film strip; what a resumed run knows of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """metrics.jsonl and metrics.csv."""
 
-from __future__ import annotations
-
 import csv
 import json
 import logging

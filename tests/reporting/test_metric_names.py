@@ -1,7 +1,5 @@
 """The registry of metrics: its page is current, it knows what is logged, and what it knows is logged."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

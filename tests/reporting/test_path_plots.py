@@ -1,7 +1,5 @@
 """The plot of a commanded and an estimated camera path."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

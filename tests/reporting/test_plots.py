@@ -1,7 +1,5 @@
 """The plots of a run's curves and of its cameras."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

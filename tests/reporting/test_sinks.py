@@ -1,7 +1,5 @@
 """What every tracker leaves in the run's folder can be read back: curves and media; nobody asks the network."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """steps.png: what each stochastic step adds, and how much it counts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """The tracker writes files always, to the configured libraries, and on rank 0 only."""
 
-from __future__ import annotations
-
 import inspect
 import io
 import json

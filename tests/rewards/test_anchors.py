@@ -1,7 +1,5 @@
 """Anchors against a room whose walls are known."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

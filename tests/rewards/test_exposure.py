@@ -1,7 +1,5 @@
 """Exposure: each part by hand, its tolerance, and what is no fault."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

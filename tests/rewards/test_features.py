@@ -1,7 +1,5 @@
 """Features and matches against pictures and descriptors that are known."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which frames are looked at, their weights and grey levels."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """A request ends in time, with the content of a 200 reply or with a cause in one line."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

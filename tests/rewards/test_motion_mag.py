@@ -1,7 +1,5 @@
 """Motion magnitude against hand values."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Rewards of the user's own, named by their place: functions, classes, and what is refused before a run."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

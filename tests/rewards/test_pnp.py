@@ -1,7 +1,5 @@
 """Cameras found by anchored points, against cameras that are known."""
 
-from __future__ import annotations
-
 import functools
 import time
 

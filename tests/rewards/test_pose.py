@@ -1,7 +1,5 @@
 """The pose rewards: formulas by hand, order and cheats on filmed rooms, failures."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 

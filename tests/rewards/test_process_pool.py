@@ -1,7 +1,5 @@
 """Calls in processes: results, reasons, deadlines."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

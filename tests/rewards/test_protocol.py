@@ -1,7 +1,5 @@
 """Requests and replies read back exactly; another version, other samples or another form are refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """References are measured once for the copies of a condition, and never taken from another one."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """A remote reward gives the server's scores, or samples without a value and with a cause; never anything between."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math

@@ -1,7 +1,5 @@
 """The reward set: what one reward does wrong stays its own, is counted, and never becomes a score."""
 
-from __future__ import annotations
-
 import logging
 import math
 import pickle

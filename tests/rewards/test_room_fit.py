@@ -1,7 +1,5 @@
 """What the judge and the camera rewards of the tiny world share."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """`room_rot` and `room_trans` against cameras that are known."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

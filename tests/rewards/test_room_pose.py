@@ -1,7 +1,5 @@
 """The camera found in a frame, against cameras that are known."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """More contrast between neighbours is more, whatever it shows."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

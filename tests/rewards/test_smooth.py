@@ -1,7 +1,5 @@
 """Smoothness: changes of speed by hand, and trembling paths on filmed rooms."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

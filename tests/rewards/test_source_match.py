@@ -1,7 +1,5 @@
 """Source match: the order of cheats, the cap by the true view."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

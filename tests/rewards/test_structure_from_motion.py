@@ -1,7 +1,5 @@
 """The held-out estimator on filmed rooms: right paths, paths without parallax, what shows no scene, the PnP reward."""
 
-from __future__ import annotations
-
 import functools
 import time
 

@@ -1,7 +1,5 @@
 """Agreement with the true view: hand values, known displacements, and the order of speeds and cheats."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Every trick is noticed by a reward, each companion notices its own, and the right video is best for all."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Sequence
 

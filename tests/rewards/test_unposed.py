@@ -1,7 +1,5 @@
 """Sources without poses: turns are judged as exactly as ever, metres only where a true view tells the unit."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Displacement from the true view: hand values, order, and what masks a sample."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

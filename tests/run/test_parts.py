@@ -1,7 +1,5 @@
 """The parts of a run are made as the recipe says."""
 
-from __future__ import annotations
-
 import types
 from pathlib import Path
 

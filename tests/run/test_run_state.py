@@ -1,7 +1,5 @@
 """What a checkpoint holds and what it refuses."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

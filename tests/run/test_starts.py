@@ -1,7 +1,5 @@
 """A run goes on with its own configuration, and every start is on record."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

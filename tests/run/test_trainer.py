@@ -1,7 +1,5 @@
 """The training loop on the toy policy: when it evaluates, saves and stops, and which metrics it records."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Checkpoints: atomic, verified, bound to their run, consistent over ranks."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -1,7 +1,5 @@
 """Seconds per phase."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -4,8 +4,6 @@ There is no accelerator here. CUDA's functions are replaced one by one; the NPU 
 in a separate process, with a module that records its calls.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

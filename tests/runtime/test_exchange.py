@@ -1,7 +1,5 @@
 """Moving rows between ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 from unittest import mock
 

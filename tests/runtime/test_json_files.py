@@ -1,7 +1,5 @@
 """JSON files from elsewhere are read, or refused in one line that names the file."""
 
-from __future__ import annotations
-
 import os
 import re
 

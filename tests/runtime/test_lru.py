@@ -1,7 +1,5 @@
 """The LRU cache keeps what was used last, within its limit."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -1,7 +1,5 @@
 """Moments find their weights again, whatever the parameter groups."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks: collectives, synchronised errors, start-up and shut-down."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

@@ -1,7 +1,5 @@
 """Workers import what their work needs, and exit with their parent."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Every attempt of the ranks to start has its own id, whatever earlier ones left in the store."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

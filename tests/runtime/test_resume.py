@@ -1,7 +1,5 @@
 """Which checkpoint a run resumes from: its latest valid one, a given one, or none."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import shutil

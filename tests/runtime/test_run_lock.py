@@ -1,7 +1,5 @@
 """A run's folder serves one process at a time."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Sharded checkpoints: written by every rank, loaded on any number of ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

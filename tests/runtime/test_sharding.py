@@ -1,7 +1,5 @@
 """DDP and FSDP2 train to the numbers of a single process."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import types

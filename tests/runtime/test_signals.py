@@ -1,7 +1,5 @@
 """The first stop signal is recorded, the second one kills."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

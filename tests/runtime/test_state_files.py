@@ -1,7 +1,5 @@
 """Nested state on disk: what goes in comes out, of the same types, bit for bit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The cache of tensors: keys, damaged entries, concurrent writers."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

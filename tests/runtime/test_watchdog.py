@@ -1,7 +1,5 @@
 """The watchdog blames the rank that died, hangs or failed, and no other."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

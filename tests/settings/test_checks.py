@@ -1,7 +1,5 @@
 """Knobs that cannot work together are refused in one line with the way out; those at the edge are taken."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Recipe and command line become one checked configuration, or one line that says what is wrong."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """The traits of objectives: whose log-probabilities are the old policy's, and what a replay costs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Code of the user's own by its place: what is loaded, once, and what is refused in one line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The recipes keep what they promise."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the schema says of every knob holds: its default is accepted, whatever is outside its type or bounds refused."""
 
-from __future__ import annotations
-
 import math
 import re
 import subprocess

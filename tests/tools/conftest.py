@@ -1,7 +1,5 @@
 """Data that several tests of tools read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A run folder as a finished run leaves it, with every kind of file that the report reads."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

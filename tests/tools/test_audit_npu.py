@@ -1,7 +1,5 @@
 """The audit finds a missing name, a wrong argument, an unregistered operator and float64 on a device."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """The benchmark: an epoch against its bare transformer calls, and steps of the transformer."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

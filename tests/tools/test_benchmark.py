@@ -1,7 +1,5 @@
 """Both test sets on stand-ins in their layouts: rooms with known cameras, and files as ViPE and other scorers write."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

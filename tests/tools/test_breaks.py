@@ -1,7 +1,5 @@
 """`tools/dev/breaks.py`: where a break is planted, which tests are near it, and when it counts as found."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tools.dev import breaks

@@ -1,7 +1,5 @@
 """The check of a data set finds every damage, names it, and goes on."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Checking sources: verdicts, resuming, exclusion from training, refusals."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

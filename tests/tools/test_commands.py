@@ -1,7 +1,5 @@
 """Every command can be imported, shows how it is called, and runs from any directory."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Conversion of ReDirector's checkpoints to model folders and back."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

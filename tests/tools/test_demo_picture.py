@@ -1,7 +1,5 @@
 """The picture of what a run changed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from matplotlib.image import imread

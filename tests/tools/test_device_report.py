@@ -1,7 +1,5 @@
 """The device report: its self-test runs whole, and no part's failure takes another part's figures along."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """The doctor's command on a small recipe: it passes, and every planted fault fails the check that names it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

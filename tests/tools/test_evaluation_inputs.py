@@ -1,7 +1,5 @@
 """Which video follows which path: both kinds of camera files, types, sources, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Means, failure rates, differences and their tables, from rows written by hand."""
 
-from __future__ import annotations
-
 import json
 
 from tools.evaluation.tables import METRICS, as_markdown, compare, read_baseline, summarise, write_tables

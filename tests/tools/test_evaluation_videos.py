@@ -1,7 +1,5 @@
 """Generating a recipe's held-out conditions: those of a run's evaluations, each once, and refusals."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

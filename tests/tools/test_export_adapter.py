@@ -1,7 +1,5 @@
 """An exported checkpoint equals the adapter that a run ending there writes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

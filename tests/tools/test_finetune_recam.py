@@ -1,7 +1,5 @@
 """Fine-tuning on a filmed tiny world in two sizes, with a random tiny model."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Generating with the embedded model and a few steps: output files, the reproducing record, adapters, refusals."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """The learning study: what a record holds, what is trained again, and the generated part of its page."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 

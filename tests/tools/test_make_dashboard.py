@@ -1,7 +1,5 @@
 """A run's metrics become sections and panels of a workspace, in a file and, where wandb can be reached, there."""
 
-from __future__ import annotations
-
 import json
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What the tool says about a recipe's signal, and about short tails."""
 
-from __future__ import annotations
-
 import json
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Encoding ahead of training: complete, resumable, shared among ranks, and sufficient to train without encoders."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

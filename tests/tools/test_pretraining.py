@@ -1,7 +1,5 @@
 """Pre-training of the embedded model: the linear initial codec, the targets' shares, exact resume."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The random model loads like a real one, computes numbers of order one, and depends on all its inputs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page of a run: what it says, what it leaves out and why, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The page of a run in headless Chromium: it plays, steps, shows, fits a phone and prints, and fetches nothing."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

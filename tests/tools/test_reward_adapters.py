@@ -1,7 +1,5 @@
 """Adapters call the published packages as those document, and say what is missing; the packages here are stand-ins."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

@@ -1,7 +1,5 @@
 """A hosted reward gives the very scores of the local one, and every request that is not as agreed is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

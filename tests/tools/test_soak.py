@@ -1,7 +1,5 @@
 """The soak on a fake training program: faults strike, runs resume, results are compared, losses are reported."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

@@ -1,7 +1,5 @@
 """The evaluation command with a fake estimator: rows, failures, resuming, processes, tables, plots."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """tools/watch.py: what it says of a run at every stage of its life, and that it changes nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty
