@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flow_grpo.runtime.ranks.exchange import exchange_rows
+from flow_grpo.runtime.ranks.exchange import exchange_rows, hand_out
 from flow_grpo.runtime.ranks.process_group import Group, World
 from flow_grpo.runtime.ranks.watchdog import Monitor
 from tests.workers import run_ranks
@@ -31,6 +31,19 @@ def _swap(world: World) -> tuple[dict[str, torch.Tensor], int]:
     receive = [0] * size
     receive[(world.data.rank - 1) % size], receive[(world.data.rank + 1) % size] = 1, 2
     return exchange_rows(tensors, send, receive, world.data)
+
+
+def _hand_out(world: World) -> dict[str, list[float]]:
+    """Six tensors that all want, made by the ranks in turn."""
+    keys, rank, size = "abcdef", world.data.rank, world.data.size
+    made = {key: torch.tensor([10.0 * number, number]) for number, key in enumerate(keys) if number % size == rank}
+    owner = {key: number % size for number, key in enumerate(keys)}
+    return {key: found.tolist() for key, found in hand_out(made, owner, [keys] * size, world.data).items()}
+
+
+def test_tensors_of_several_owners_come_under_their_own_keys():
+    for rank, found in enumerate(run_ranks(_hand_out, 3)):
+        assert found == {key: [10.0 * n, n] for n, key in enumerate("abcdef") if n % 3 != rank}
 
 
 def test_rows_arrive_by_source_rank_bit_for_bit_in_every_dtype():

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -255,6 +256,20 @@ def test_without_a_launcher_there_is_one_rank_whose_collectives_are_identities(m
     with pytest.raises(ValueError, match="rows"):
         world.data.all_gather(torch.tensor(1.0))
     process_group.shut_down(world)
+
+
+def _leave(world: World) -> float:
+    """Return the seconds that a rank waits at the end for rank 1, which comes late."""
+    time.sleep(1.0 * (world.all.rank == 1))
+    begun = time.monotonic()
+    with mock.patch.object(dist, "destroy_process_group"):  # the workers' own
+        process_group.shut_down(world)
+    return time.monotonic() - begun
+
+
+def test_no_rank_leaves_before_the_last_one_is_done() -> None:
+    early, late = run_ranks(_leave, 2)
+    assert early > 0.5 > late
 
 
 def test_a_single_process_that_hangs_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
