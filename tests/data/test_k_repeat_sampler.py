@@ -342,6 +342,16 @@ def test_all_conditions_of_a_step_are_of_one_structure(layout):
         assert Counter(found.copy().pop() for found in seen[10 * cycle : 10 * cycle + 10]) == {0: 6, 1: 3, 2: 1}
 
 
+def test_the_structure_of_a_step_does_not_depend_on_which_comes_first_in_the_data():
+    ordered = [0] * 24 + [1] * 12 + [2] * 7
+
+    def taken(structures: list[int]) -> list[int]:
+        sampler = make(len(structures), structures=structures)
+        return [structures[flat(sampler.plan(step))[0][3]] for step in range(40)]
+
+    assert taken(ordered) == taken(ordered[::-1]) and set(taken(ordered)) == {0, 1, 2}
+
+
 def test_every_structure_has_its_own_passes_over_its_conditions():
     for counts in ((20, 20), (26, 13, 7)):  # of the latter a pass ends within a cycle of turns
         sampler, structures = structured(counts)
