@@ -329,5 +329,5 @@ class TrainingBatch:
         numbers, counts = owners.unique_consecutive(return_counts=True)
         pieces = zip(numbers.tolist(), rows.split(counts.tolist()), strict=True)
         samples = Samples.concatenate([self.parts[number].rows(own) for number, own in pieces])
-        columns = self.advantages[positions], self.weights[positions]
-        return dataclasses.replace(samples, advantages=columns[0], weights=columns[1]).to(device)
+        advantages, weights = self.advantages[positions], self.weights[positions]
+        return dataclasses.replace(samples, advantages=advantages, weights=weights).to(device)

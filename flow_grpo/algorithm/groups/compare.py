@@ -88,7 +88,12 @@ def everything(batches: Sequence[ScoredBatch], gathered: Gathered, world: World)
 def table_of(batches: Sequence[ScoredBatch]) -> Tensor:
     """Return (2, n) int64: the batch that holds each of a rank's samples, in sampling order, and its row there."""
     rows = [torch.stack([torch.full((len(b),), number), torch.arange(len(b))]) for number, b in enumerate(batches)]
-    return torch.cat(rows, dim=1)[:, torch.cat([batch.positions for batch in batches]).argsort()]
+    return torch.cat(rows, dim=1)[:, _sampling_order(batches)]
+
+
+def _sampling_order(batches: Sequence[ScoredBatch]) -> Tensor:
+    # (n,) rows of the batches, one after the other, in the order in which their rank sampled them.
+    return torch.cat([batch.positions for batch in batches]).argsort()
 
 
 def gather(batches: Sequence[ScoredBatch], world: World) -> Gathered:
@@ -100,7 +105,7 @@ def gather(batches: Sequence[ScoredBatch], world: World) -> Gathered:
         batches: this rank's samples of a round; their positions are 0..n-1, each once.
         world: who takes part, each with n samples.
     """
-    order = torch.cat([batch.positions for batch in batches]).argsort()
+    order = _sampling_order(batches)
     sizes = torch.tensor([condition.size for batch in batches for condition in batch.conditions], dtype=torch.int64)
     keys = torch.cat([batch.samples.keys for batch in batches])
     noise_ids = torch.cat([batch.samples.noise_ids for batch in batches])

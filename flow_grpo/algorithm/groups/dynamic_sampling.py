@@ -91,11 +91,10 @@ class DynamicSampling:
         pool = SamplePool(self.local, self.world)
         with self.world.sync_errors("choosing"):
             groups = [self.groups(gathered, 0, reward)]
-            everything = compare.everything(batches, gathered, self.world)
-            pool.add(everything.parts, everything.table, gathered, range(self.target))
+            chosen = compare.everything(batches, gathered, self.world)
+            pool.add(chosen.parts, chosen.table, gathered, range(self.target))
         decision = self._fill(pool, groups, sample_round, reward)
         moves = {"dyn/moved_samples": 0.0, "dyn/moved_bytes": 0.0}
-        chosen = everything
         if decision.action == "original":
             self._say_fallback(decision, groups)
         else:

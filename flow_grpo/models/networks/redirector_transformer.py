@@ -335,9 +335,8 @@ class ReDirectorTransformer3DModel(VideoToVideoWan):
         patches = self.patch_embedding(functional.pad(hidden_states, padding))
         camera = self.control_adapter(cameras, height, width)
         cos, sin = rotary_pairs(self.rope(hidden_states[:, :, :frames]))
-        positions = self.positions(
-            (cos.repeat(1, 2, 1, 1), sin.repeat(1, 2, 1, 1)), grid
-        )  # the source has the target's
+        both = cos.repeat(1, 2, 1, 1), sin.repeat(1, 2, 1, 1)  # the source has the target's
+        positions = self.positions(both, grid)
         tokens = positions.share.cut(rearrange(patches, "b d f h w -> b (f h w) d") + camera)
         camera = positions.share.cut(functional.silu(camera))  # which every block projects
         temb, modulation, text, image = self.condition_embedder(timestep, encoder_hidden_states, image_embeds)
