@@ -163,8 +163,8 @@ def test_the_library_imports_no_program_and_no_recipe() -> None:
     refuse([text for s in sources("train_grpo.py", "config") for text in _imports_any(s, "tools", "tests")])
 
 
-def test_maths_needs_torch_only() -> None:
-    known = {"torch", "flow_grpo", *sys.stdlib_module_names}
+def test_maths_needs_torch_and_scipy_only() -> None:
+    known = {"torch", "scipy", "flow_grpo", *sys.stdlib_module_names}
     found = [f"{s.path} imports {name}" for s in sources("flow_grpo/maths") for name in imports(s.tree)]
     refuse([text for text in found if text.split()[-1].split(".")[0] not in known])
 

@@ -46,11 +46,13 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """The verdict in a summary: one word for the run, a sentence, one word a metric, what got worse by camera."""
+    """The verdict in a summary; fields as of `flow_grpo.judging.verdict.Verdict`, and what got worse by camera."""
 
     overall: str
     in_words: str
+    aspects: dict[str, str] = dataclasses.field(default_factory=dict)
     metrics: dict[str, str] = dataclasses.field(default_factory=dict)
+    deciding: list[str] = dataclasses.field(default_factory=list)  # empty in runs of earlier versions
     worse_by_camera: list[str] = dataclasses.field(default_factory=list)
 
 

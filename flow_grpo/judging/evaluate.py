@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
@@ -119,6 +119,11 @@ class Evaluator:
     def names(self) -> list[str]:
         """The names of everything that scores, the gold estimator's included."""
         return [*self.rewards.weights, *([] if self.gold is None else [self.gold.name])]
+
+    def floors(self, measured: Mapping[str, float]) -> dict[str, float]:
+        """Return `eval/` name -> its floor: those `measured` by `floor`, and the rewards' own."""
+        own = {f"eval/{name}": floor for name, floor in self.rewards.floors.items()}
+        return own | {name.replace("eval_floor/", "eval/"): value for name, value in measured.items()}
 
     @property
     def measured_on(self) -> dict[str, str | float]:

@@ -1,21 +1,32 @@
-"""What a run has achieved, in one word a metric and one for the run: better, worse or unclear, by paired intervals."""
+"""What a run has achieved: one word for its camera, one for its picture and one for the run, by paired intervals.
+
+A reward that rises on held-out conditions proves nothing, and a camera that comes closer hides a spoiled picture in
+every comparison with the true view. So nothing decides that was trained or equals what was, and both aspects count.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from flow_grpo.judging.changes import LEAST_SCENES
 from flow_grpo.judging.table import Table, common_rows
 from flow_grpo.maths.bootstrap import Interval
 
-LESS_IS_BETTER = ("_deg", "_m", "_px")  # endings of measurements that are errors: degrees, metres, pixels
 TRUE_VIEW = "target_view"  # to the true view: measured in every evaluation that has one
-MORE_IS_BETTER = ("_db", "_ssim", "_valid", "located")  # and of those that are not: similarity, shares
+CAMERA, PICTURE, AGREEMENT, OTHER = "camera", "picture", "true view", "other rewards"  # aspects of a video
+NOT_JUDGED = {CAMERA: "not judged by an independent estimator", PICTURE: "not judged by an untrained measure"}
+# Endings of measurements, without units where the name says the unit.
+ERRORS = ("_deg", "_m", "_px", "_displacement", "residual", "_mismatch")  # less is better
+MORE_IS_BETTER = ("_db", "_ssim", "_valid", "located")  # similarity, shares
+OF_CAMERA = ("_deg", "_m", "_px", "_displacement", "_valid", "located")
+OF_PICTURE = ("residual", "_mismatch", "found_path_psnr_db", "source_texture")  # which no camera explains
 TOO_FEW = f"fewer than {LEAST_SCENES} held-out scenes give no intervals, see the table"
-SMALL = 0.02  # of an error, or of a squared one in decibels: a change below, however clear, is hardly seen in a video
-SHOWN_WORSE = 3  # of what got worse for a kind of camera, where people read it
+# A change below these is unclear, however narrow its interval: hardly seen in a video.
+LEAST_OF_FLOOR = 0.1  # of what the estimator finds on perfect videos, or of a reward's own noise
+LEAST_OF_VALUE = 0.02  # where there is no floor, of the value before training; in decibels of the squared error
+SHOWN = 3  # figures of an aspect, and of what got worse for a kind of camera, where people read them
 DO_NOT_USE = "held-out metrics got worse: do not use this adapter"
 
 
@@ -23,24 +34,16 @@ DO_NOT_USE = "held-out metrics got worse: do not use this adapter"
 class Verdict:
     """The verdict on a run."""
 
-    # "better" or "worse" where the metrics that count agree, "mixed" where they do not, else "unclear". Those that no
-    # reward of the training measures count; where there is a gold estimator, of these only its own and the similarity
-    # to the true view; where there are none, all.
+    # "better" or "worse" where the aspects agree, "mixed" where they do not, else "unclear": also where an aspect got
+    # better and the other is not judged.
     overall: str
+    aspects: dict[str, str]  # aspect -> such a word, or why it is not judged
     metrics: dict[str, str]  # `eval/` name -> "better", "worse" or "unclear"
-    measurable: bool = True  # whether there are intervals at all: too few scenes give none
-    small: bool = False  # every change of a measurement that decides is small, see `is_small`, and there is one
+    deciding: tuple[str, ...]  # those of them that decide
+    in_words: str  # the verdict in one line
 
     def __str__(self) -> str:
-        """Return the verdict in one line."""
-        clear = []
-        for word in ("better", "worse"):
-            names = [name.removeprefix("eval/") for name, found in self.metrics.items() if found == word]
-            clear += [f"{word}: {', '.join(names)}"] if names else []
-        words = "; ".join(clear) or ("no interval excludes 0" if self.measurable else TOO_FEW)
-        size = f", but by less than {SMALL:.0%}" if self.small else ""
-        text = f"{self.overall}{size} ({words})"
-        return f"{text}; {DO_NOT_USE}" if self.overall == "worse" else text
+        return self.in_words
 
 
 def direction(name: str, rewards: Sequence[str]) -> int:
@@ -48,7 +51,17 @@ def direction(name: str, rewards: Sequence[str]) -> int:
     short = name.removeprefix("eval/")
     if short in rewards or short.endswith(MORE_IS_BETTER):
         return 1
-    return -1 if short.endswith(LESS_IS_BETTER) else 0
+    return -1 if short.endswith(ERRORS) else 0
+
+
+def aspect(name: str) -> str:
+    """Return what a held-out metric `eval/...` is a measure of."""
+    short = name.removeprefix("eval/")
+    if short.endswith(OF_PICTURE):
+        return PICTURE
+    if short.endswith(OF_CAMERA):
+        return CAMERA
+    return AGREEMENT if short.startswith(TRUE_VIEW) else OTHER
 
 
 def judge(
@@ -57,7 +70,9 @@ def judge(
     weights: Mapping[str, float],
     *,
     before: Mapping[str, float],
-    gold: bool = False,
+    floors: Mapping[str, float] | None = None,
+    twins: Collection[str] = (),
+    filmed: bool = True,
 ) -> Verdict:
     """Return the verdict on paired changes, of which one without an interval is unclear.
 
@@ -66,41 +81,92 @@ def judge(
         rewards: names of all that was measured, the gold estimator's included.
         weights: reward -> its largest weight in training.
         before: `eval/` name -> value before training.
-        gold: an estimator that no reward uses is among what was measured. A reward of weight 0 then does not count: it
-            may be the trained one under another name.
+        floors: `eval/` name -> what is found on perfect videos, or the noise of a reward.
+        twins: `eval/` names that equal a trained reward, see `Table.twins`.
+        filmed: the videos film a source along a camera path: both aspects must be judged for "better".
     """
-    found = {}
-    for name, change in changes.items():
-        sign = direction(name, rewards)
-        if sign:
-            found[name] = word_of(sign, change.low, change.high)
-    clear = [name for name in deciding(found, rewards, weights, gold=gold) if found[name] != "unclear"]
-    words = {found[name] for name in clear}
-    overall = "mixed" if len(words) > 1 else next(iter(words), "unclear")
-    sizes = [is_small(name, changes[name].mean, before.get(name), rewards) for name in clear]
-    small = False not in sizes and True in sizes
-    return Verdict(overall, found, any(math.isfinite(change.low) for change in changes.values()), small)
+    signs = {name: direction(name, rewards) for name in changes}
+    found = {
+        name: word_of(name, (change.mean, change.low, change.high), rewards, before.get(name), (floors or {}).get(name))
+        for name, change in changes.items()
+        if signs[name]
+    }
+    names = deciding(found, rewards, weights, twins)
+    parts: dict[str, list[str]] = {}
+    for name in names:
+        parts.setdefault(aspect(name), []).append(name)
+    aspects = {part: _common([found[name] for name in own]) for part, own in parts.items()}
+    overall = _common(list(aspects.values()))
+    missing = [part for part in NOT_JUDGED if filmed and part not in aspects]
+    if missing and overall == "better":
+        overall = "unclear"
+    words = []
+    for part, own in parts.items():
+        clear = [name for name in own if found[name] != "unclear"][:SHOWN]
+        figures = [f"{name.removeprefix('eval/')} {_moved(before.get(name), changes[name].mean)}" for name in clear]
+        words.append(f"{part} {aspects[part]}" + (f" ({', '.join(figures)})" if figures else ""))
+    if not any(math.isfinite(change.low) for change in changes.values()):
+        words = [TOO_FEW]
+    elif not names and not filmed:
+        words = ["all that is measured was trained"]
+    text = "; ".join(
+        [
+            f"{overall}: {', '.join(words)}" if words else overall,
+            *(f"{part}: {NOT_JUDGED[part]}" for part in missing),
+            *([DO_NOT_USE] if overall == "worse" else []),
+        ]
+    )
+    return Verdict(overall, aspects | {part: NOT_JUDGED[part] for part in missing}, found, tuple(names), text)
 
 
-def is_small(name: str, change: float, before: float | None, rewards: Sequence[str]) -> bool | None:
-    """Return whether a change is small beside the value before training; None for rewards, whose zero lies anywhere."""
-    if before is None or name.removeprefix("eval/") in rewards:
-        return None
-    bound = 10 * math.log10(1 + SMALL) if name.endswith("_db") else SMALL * abs(before)
-    return abs(change) < bound
+def _common(words: Sequence[str]) -> str:
+    """Return the word that all clear ones of `words` share, "mixed" where they differ, "unclear" without any."""
+    clear = set(words) - {"unclear"}
+    return "mixed" if len(clear) > 1 else next(iter(clear), "unclear")
 
 
-def word_of(sign: int, low: float, high: float) -> str:
-    """Return "better", "worse" or "unclear" for a change in the interval [low, high]; sign as of `direction`."""
-    low, high = sorted((sign * low, sign * high))
+def _moved(before: float | None, change: float) -> str:
+    return f"{change:+.4g}" if before is None else f"{before:.4g} → {before + change:.4g}"
+
+
+def word_of(
+    name: str, change: Sequence[float], rewards: Sequence[str], before: float | None = None, floor: float | None = None
+) -> str:
+    """Return "better" or "worse" for a change (mean, low, high) of a held-out metric, or "unclear".
+
+    It is unclear where the interval holds 0 or the change is below the least effect: of rewards, whose zero lies
+    anywhere, that is known with their floor only.
+    """
+    sign = direction(name, rewards)
+    mean, low, high = (sign * value for value in change)
+    low, high = sorted((low, high))
+    least = 0.0
+    if name.endswith("_db"):
+        least = 10 * math.log10(1 + LEAST_OF_VALUE)
+    elif floor is not None and math.isfinite(floor) and not name.endswith(MORE_IS_BETTER):
+        least = LEAST_OF_FLOOR * abs(floor)
+    elif before is not None and name.removeprefix("eval/") not in rewards:
+        least = LEAST_OF_VALUE * abs(before)
+    if abs(mean) < least:
+        return "unclear"
     return "better" if low > 0 else "worse" if high < 0 else "unclear"
 
 
-def deciding(names: Iterable[str], rewards: Sequence[str], weights: Mapping[str, float], *, gold: bool) -> list[str]:
-    """Return those of the held-out metrics `eval/...` that decide the verdict; the rest as in `judge`."""
-    names = [name for name in names if direction(name, rewards)]
-    known = [f"eval/{name}" for name, weight in weights.items() if weight or (gold and name != TRUE_VIEW)]
-    return [name for name in names if not any(f"{name}_".startswith(f"{own}_") for own in known)] or names
+def deciding(
+    names: Iterable[str], rewards: Sequence[str], weights: Mapping[str, float], twins: Collection[str] = ()
+) -> list[str]:
+    """Return those of the held-out metrics `eval/...` that decide the verdict.
+
+    These measure camera, picture or agreement with the true view; where there are none, such as for prompts, the
+    rewards that were measured only. What a trained reward measures never decides, nor do `twins`.
+    """
+    trained = [f"eval/{name}_" for name, weight in weights.items() if weight]
+    free = [
+        name
+        for name in names
+        if direction(name, rewards) and name not in twins and not f"{name}_".startswith(tuple(trained))
+    ]
+    return [name for name in free if aspect(name) != OTHER] or free
 
 
 def worse_by_camera(
@@ -108,24 +174,26 @@ def worse_by_camera(
     names: Sequence[str],
     rewards: Sequence[str],
     before: Mapping[str, float],
+    floors: Mapping[str, float] | None = None,
 ) -> list[str]:
     """Return what got worse for a kind of camera, in words, such as "zoom_in rot_err_deg +0.69 [+0.29, +1.08]".
 
     A run that is better in the mean may be worse for one of them. The clearest stand first: those whose change is the
-    largest beside its interval. Small changes are left out.
+    largest beside its interval. Changes below the least effect are left out.
 
     Args:
         by_camera: as of `changes_by_camera`.
         names: the metrics to look at, such as those of `deciding`.
         rewards: as in `direction`.
         before: `eval_by_camera/<kind>/<metric>` -> value before training.
+        floors: as in `judge`.
     """
     found = []
     for kind, changes in by_camera.items():
         for name in (name for name in names if name in changes):
             (mean, low, high), short = changes[name], name.removeprefix("eval/")
-            small = is_small(name, mean, before.get(f"eval_by_camera/{kind}/{short}"), rewards)
-            if not small and word_of(direction(name, rewards), low, high) == "worse":
+            value = before.get(f"eval_by_camera/{kind}/{short}")
+            if word_of(name, (mean, low, high), rewards, value, (floors or {}).get(name)) == "worse":
                 text = f"{kind} {short} {mean:+.4g} [{low:+.4g}, {high:+.4g}]"
                 found.append((abs(mean) / (high - low) if high > low else math.inf, text))
     return [text for _, text in sorted(found, key=lambda one: -one[0])]
@@ -133,8 +201,8 @@ def worse_by_camera(
 
 def abridged(worse: Sequence[str]) -> list[str]:
     """Return the first of what `worse_by_camera` has found, and how many more there are, for people to read."""
-    more = len(worse) - SHOWN_WORSE
-    return [*worse[:SHOWN_WORSE], *([f"{more} more, see change_by_camera in summary.json"] if more > 0 else [])]
+    more = len(worse) - SHOWN
+    return [*worse[:SHOWN], *([f"{more} more, see change_by_camera in summary.json"] if more > 0 else [])]
 
 
 def best_and_worst(before: Table, after: Table, name: str, sign: int, count: int) -> tuple[list[int], list[int]]:

@@ -139,6 +139,9 @@ MEASURES = (
     Metric("<where>/<reward>_matched_frames", "frames with features of the true view", "share"),
     Metric("<where>/<reward>_shake_deg", "unsteadiness of the camera's rotation beyond the command", "degrees a step"),
     Metric("<where>/<reward>_shake_m", "unsteadiness of the camera's path beyond the command", "m a step"),
+    Metric(
+        "<where>/<reward>_found_path_psnr_db", "peak signal-to-noise ratio to the room from the cameras found", "dB"
+    ),
     Metric("<where>/<reward>_psnr_db", "peak signal-to-noise ratio to the true view", "dB"),
     Metric("<where>/<reward>_ssim", "structural similarity to the true view, 1 at most"),
     Metric("<where>/<reward>_displacement", "shift from the true view, in picture widths"),
@@ -304,7 +307,17 @@ _EVAL = (
         "dB",
         advice="falls: the policy drifts; raise `train.kl_coef`, lower `train.learning_rate`",
     ),
-    Metric("eval/residual", "rms colour error that the gold estimator's poses leave, colours in 0..1"),
+    Metric(
+        "eval/residual",
+        "rms colour error that the gold estimator's poses leave, colours in 0..1; holds or falls",
+        advice="rising: training spoils the picture, which a better camera hides in `eval/target_view_psnr_db`",
+    ),
+    Metric(
+        "eval/found_path_psnr_db",
+        "peak signal-to-noise ratio to the room as filmed on the path that the gold estimator found; holds or rises",
+        "dB",
+        advice="as for `eval/residual`",
+    ),
     Metric("eval/located", "frames that a view of the room explains, by the gold estimator", "share"),
     Metric("eval/<name>_valid", "conditions that have a value, recorded where some have none", "share", (0.9, 1.0)),
 )

@@ -224,7 +224,6 @@ def _open_tracker(
     config: Config, run_folder: Path, evaluator: Evaluator, world: World, *, resumed_step: int | None
 ) -> Tracker:
     # Curves are told which held-out metrics decide and which way they should go.
-    gold = evaluator.gold is not None
     return Tracker(
         run_folder,
         to_dict(config),
@@ -232,7 +231,7 @@ def _open_tracker(
         world,
         resumed_step=resumed_step,
         direction=functools.partial(direction, rewards=evaluator.names),
-        deciding=functools.partial(deciding, rewards=evaluator.names, weights=largest_weights(config), gold=gold),
+        deciding=functools.partial(deciding, rewards=evaluator.names, weights=largest_weights(config)),
     )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from flow_grpo.judging.changes import changes_by_camera, with_intervals
 from flow_grpo.judging.evaluate import Evaluation
 from flow_grpo.judging.table import Table, means_by_camera
-from flow_grpo.judging.verdict import abridged, best_and_worst, deciding, direction, judge, worse_by_camera
+from flow_grpo.judging.verdict import abridged, best_and_worst, direction, judge, worse_by_camera
 from flow_grpo.reporting.console import print_before_after
 from flow_grpo.run.starts import next_commands
 from flow_grpo.settings.checks import largest_weights
@@ -23,8 +23,16 @@ def conclude(trainer: Trainer, after: Evaluation) -> None:
     config, state, evaluator, gallery = trainer.config, trainer.state, trainer.evaluator, trainer.gallery
     assert state.before is not None, "evaluate_before() comes first"
     changes, before = trainer.changes(after), state.table_before or Table.of_rows([])
-    names, gold, weights = evaluator.names, evaluator.gold is not None, largest_weights(config)
-    verdict = judge(changes, names, weights, before=state.before, gold=gold)
+    names, weights, floors = evaluator.names, largest_weights(config), evaluator.floors(state.floor)
+    verdict = judge(
+        changes,
+        names,
+        weights,
+        before=state.before,
+        floors=floors,
+        twins={f"eval/{name}" for name in after.table.twins([name for name, weight in weights.items() if weight])},
+        filmed=not config.data.prompts,
+    )
     measure = config.checkpoint.best.removeprefix("-").removeprefix("eval/") or names[-1]
     sign = direction(measure, names) or 1
     best, worst = best_and_worst(before, after.table, measure, sign, min(SHOWN, config.eval.videos))
@@ -33,8 +41,7 @@ def conclude(trainer: Trainer, after: Evaluation) -> None:
         best_files = gallery.extremes("best", clips[: len(best)], state.finished)
         worst_files = gallery.extremes("worst", clips[len(best) :], state.finished)
         by_camera, cameras_before = changes_by_camera(before, after.table), means_by_camera(before)
-        decisive = deciding(changes, names, weights, gold=gold)
-        worse = worse_by_camera(by_camera, decisive, names, cameras_before)
+        worse = worse_by_camera(by_camera, verdict.deciding, names, cameras_before, floors)
         gallery.paths(after.clips)
         gallery.cameras(cameras_before, means_by_camera(after.table), by_camera, state.finished)
         trainer.tracker.write_summary(
@@ -42,7 +49,9 @@ def conclude(trainer: Trainer, after: Evaluation) -> None:
                 "verdict": {
                     "overall": verdict.overall,
                     "in_words": str(verdict),
+                    "aspects": verdict.aspects,
                     "metrics": verdict.metrics,
+                    "deciding": verdict.deciding,
                     "worse_by_camera": worse,
                     "best": best_files,
                     "worst": worst_files,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flow_grpo.judging import verdict
-from flow_grpo.judging.verdict import TRUE_VIEW, abridged, word_of
+from flow_grpo.judging.verdict import AGREEMENT, CAMERA, OTHER, PICTURE, TRUE_VIEW, abridged, word_of
 from flow_grpo.reporting.drawing.plots import worth_a_panel
 from flow_grpo.reporting.metric_names import metric_of
 from flow_grpo.settings.checks import largest_weights
@@ -48,7 +48,8 @@ class Change:
         return 100 * self.change / abs(self.before) if self.before else math.nan
 
 
-GROUPS = ("independent estimator", "similarity to the true view", "trained rewards", "other measurements")
+TRAINED = "trained rewards, and what equals them"
+GROUPS = (CAMERA, PICTURE, AGREEMENT, TRAINED, "other measurements")
 
 
 def rewards(run: Run) -> list[str]:
@@ -62,8 +63,9 @@ def direction(run: Run, name: str) -> int:
 
 def deciding(run: Run, names: Iterable[str]) -> list[str]:
     """Return those of the held-out metrics `eval/...` that decide the verdict."""
-    gold = bool(run.config.eval.gold)
-    return verdict.deciding(names, _measured(run), largest_weights(run.config), gold=gold)
+    names = verdict.deciding(names, _measured(run), largest_weights(run.config))
+    judgement = run.summary.verdict if run.summary else None  # knows what equals a trained reward
+    return [name for name in names if name in judgement.deciding] if judgement and judgement.deciding else names
 
 
 def _measured(run: Run) -> list[str]:
@@ -158,7 +160,7 @@ def sentence(run: Run) -> str:
         return f"The run has no summary.json: it is still training, or ended early. {of}. So far: {message}"
     if lead is None:
         return message
-    judge = f" by {run.config.eval.gold}, which no reward of the training uses" if _is_gold(lead) else ""
+    judge = f" by {run.config.eval.gold}, which no reward of the training uses" if math.isfinite(lead.floor) else ""
     conditions = run.summary.measured_on.get("eval.num_conditions", "the")
     worse = run.summary.verdict.worse_by_camera if run.summary.verdict else []
     cameras = f" Worse for a kind of camera: {tidy('; '.join(abridged(worse)))}." if worse else ""
@@ -173,13 +175,9 @@ def _clearest(changes: Iterable[Change], overall: str) -> Change | None:
 
     def weight(change: Change) -> tuple[bool, bool, float]:
         half = max((change.high - change.low) / 2, 1e-12)
-        return _is_gold(change), change.name.endswith(physical), abs(change.change) / half
+        return math.isfinite(change.floor), change.name.endswith(physical), abs(change.change) / half
 
     return max(agree, key=weight, default=None)
-
-
-def _is_gold(change: Change) -> bool:
-    return change.group == GROUPS[0]
 
 
 def _in_words(change: Change) -> str:
@@ -209,12 +207,12 @@ def _change(run: Run, name: str, first: int, last: int) -> Change:
         after, ends = math.nan, [math.nan] * 3
     floor = run.values(name.replace("eval/", "eval_floor/", 1))
     values = before, after, *ends
-    return _made(run, name, name, values, floor[-1] if floor else math.nan, _group(run, name, bool(floor)))
+    return _made(run, name, name, values, floor[-1] if floor else math.nan, _group(run, name))
 
 
 def _made(run: Run, metric: str, label: str, values: Sequence[float], floor: float, group: str) -> Change:
-    known, sign = metric_of(metric), direction(run, metric)
-    word = word_of(sign, *values[-2:]) if sign else ""
+    known, before = metric_of(metric), values[0]
+    word = word_of(metric, values[2:], _measured(run), before, floor) if direction(run, metric) else ""
     return Change(label, known.meaning if known else "", known.unit if known else "", *values, floor, word, group)
 
 
@@ -222,10 +220,10 @@ def _value(found: object) -> float:
     return float(found) if isinstance(found, int | float) else math.nan
 
 
-def _group(run: Run, name: str, gold: bool) -> str:
-    short = f"{name.removeprefix('eval/')}_"
-    if gold:
-        return GROUPS[0]
-    if any(short.startswith(f"{reward}_") for reward in rewards(run)):
-        return GROUPS[2]
-    return GROUPS[1] if short.startswith(f"{TRUE_VIEW}_") else GROUPS[3]
+def _group(run: Run, name: str) -> str:
+    part = verdict.aspect(name)
+    if any(f"{name.removeprefix('eval/')}_".startswith(f"{reward}_") for reward in rewards(run)):
+        return TRAINED
+    if part == OTHER or not direction(run, name):
+        return GROUPS[-1]
+    return part if name in deciding(run, [name]) else TRAINED

@@ -14,6 +14,7 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
+from flow_grpo.maths.pictures import shrink
 from flow_grpo.maths.poses import pose, rot_deg_frame_mean, rot_err, rotation_matrix, trans_err, trans_m_mean
 from flow_grpo.maths.soft_room import draw
 from flow_grpo.records import Condition, RewardResult
@@ -90,19 +91,35 @@ def estimate_poses(videos: Tensor, viewpoints: Viewpoints) -> RoomPoses:
     return read_off(fine, refine(fine, best(fit.poses, fit.cost, 1), 3), viewpoints)
 
 
+def psnr_on_path(videos: Tensor, viewpoints: Viewpoints, poses: Tensor) -> Tensor:
+    """Return (B,) dB, the mean over frames of videos' PSNR to the room as seen from poses (B, T, 4, 4).
+
+    `videos` and `viewpoints` as of `estimate_poses`, poses as it returns them; at the finest resolution of the fit.
+    """
+    images = rearrange(videos, "b c t h w -> (b t) c h w").float()
+    rows = torch.arange(len(viewpoints)).repeat_interleave(videos.shape[2])
+    view = make_view(viewpoints.take(rows), images, COLUMNS[-1])
+    cameras = rearrange(viewpoints.references[:, None] @ poses, "b t r c -> (b t) 1 r c").float()
+    drawn = rearrange(draw(view.viewpoints.rooms, cameras, view.raster), "c n 1 p -> n c p")
+    error = (drawn - shrink(images, COLUMNS[-1]).flatten(2)).square().mean(dim=(1, 2)).clamp_min(1e-10)
+    return rearrange(-10 * error.log10(), "(b t) -> b t", b=len(videos)).mean(-1)
+
+
 class RoomPose:
     """Closeness of the camera to its command: an optional reward, and the tiny world's reference metric.
 
     value = -mean_i min(d_i, 2 m) / 1 m - mean_i min(theta_i, 45 deg) / 45 deg over frames i, with d_i the distance of
     camera centres and theta_i the rotation error. A frame is lost if no pose explains half its variance; it scores
     both caps, so that an empty picture never beats a wrong camera. `info`: `rot_err_deg` and `trans_err_m`
-    (uncapped means over all frames), `residual`, and `located`, the share of frames that are not lost.
+    (uncapped means over all frames), `located`, the share of frames that are not lost, and two measures of the picture
+    that a better camera does not change: `residual`, the colour error that no pose, blur and contrast explain, and
+    `found_path_psnr_db` of the video to the room as filmed on the path that was found, blur and contrast included.
     """
 
     name = "room_pose"
     needs = ("target_poses",)
     floor = 0.02  # about 1.5 cm and 0.2 degrees: half of what a codec's blur moves the estimate
-    measures = ("rot_err_deg", "trans_err_m", "residual", "located")
+    measures = ("rot_err_deg", "trans_err_m", "residual", "found_path_psnr_db", "located")
 
     def __init__(self, data_root: str | Path) -> None:
         self.data_root = Path(data_root)
@@ -122,6 +139,7 @@ class RoomPose:
                 "rot_err_deg": rot_deg_frame_mean(commanded, found.poses).float(),
                 "trans_err_m": trans_m_mean(commanded, found.poses).float(),
                 "residual": found.residual.mean(-1),
+                "found_path_psnr_db": psnr_on_path(videos[rows], viewpoints, found.poses),
                 "located": 1 - found.lost.float().mean(-1),
             }
             return -(metres + degrees / ROT_CAP_DEG).mean(-1).float(), info
