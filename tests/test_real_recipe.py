@@ -187,12 +187,12 @@ def knobs(folder: Path, changes: dict[str, str]) -> dict[str, str]:
 
 def launch(folder: Path, given: dict[str, str]) -> Run:
     """Start the recipe by torchrun in `folder` and wait; fails unless it ends well on every rank."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORLD_SIZE}"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORLD_SIZE}"]
     (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
     found = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     found |= environment(folder) | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PYTHONUTF8": "1"}
     process = subprocess.Popen(
-        [*command, "train_grpo.py", *command(given, recipe="my_recam_8npu")],
+        [*launcher, "train_grpo.py", *command(given, recipe="my_recam_8npu")],
         cwd=ROOT,
         env=found | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

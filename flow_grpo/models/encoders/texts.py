@@ -87,6 +87,7 @@ def clean_prompt(prompt: str) -> str:
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), **LOCAL)
+        tokenizer("a room")  # settings of a wrong type are met in use only
     except Exception as error:  # as in `load_frozen`
         raise not_loaded(folder, error) from error
     return tokenizer
