@@ -30,8 +30,10 @@ def my_recam_8npu() -> ConfigDict:
     # The copies of a group are spread over 4 of the 8 devices.
     config.sample.layout = "spread"
 
-    # Choose knobs with --config.eval.split=tune, which measures these training scenes, and report on data.eval_split.
-    config.data.tune_scenes = 16
+    # MultiCamVideo's own val is one scene, which shows no change. Two times 48 training scenes are set aside, to choose
+    # knobs on (--config.eval.split=tune) and to report on; a condition of each is 24 % of the run's forwards.
+    config.data.tune_scenes = config.data.report_scenes = config.eval.num_conditions = 48
+    config.eval.every = 50
 
     # 81 frames: 21 latent frames of 60x104, another 21 of the source, 65,520 tokens in the transformer.
     config.data.num_frames = 81
@@ -53,8 +55,7 @@ def my_recam_8npu() -> ConfigDict:
     config.sample.share_prefix = True
     # Training without guidance makes half the calls: --config.sample.guidance_scale=5.0 trains with it.
     config.sample.guidance_scale = 1.0
-    # Evaluation samples as ReCamMaster's inference_recammaster.py does (cfg_scale 5.0), before training, too: without
-    # guidance the base model would be measured below what it can do.
+    # As inference_recammaster.py (cfg_scale 5.0): without, the base model would be measured below what it can do.
     config.eval.guidance_scale = 5.0
     config.eval.negative_prompt = WAN_NEGATIVE_PROMPT
 
@@ -97,6 +98,7 @@ def my_recam_8npu_fast() -> ConfigDict:
     config.sample.num_steps = 10
     config.sample.sde_steps = (0, 1, 2, 3)
     config.sample.tail_steps = 3
+    config.eval.every = 80  # 21 % of the run's forwards
     return config
 
 
@@ -124,6 +126,7 @@ def my_recam_1gpu() -> ConfigDict:
     config.sample.train_batch_size = 4
     config.sample.num_batches_per_epoch = 4
     config.sample.layout = "contiguous"
+    config.eval.num_conditions = 24  # 24 % of the run's forwards
     # The update holds one sample's activations.
     config.train.batch_size = 1
     return config
@@ -158,8 +161,6 @@ def redirector_8npu() -> ConfigDict:
     config = my_recam_8npu()
     config.model.kind = "redirector"
     config.model.path = "models/redirector-wan2.1-fun-1.3b"
-    # It reads the focal length, which MultiCamVideo's own val lacks: measured are the training scenes set aside.
-    config.eval.split = "tune"
     config.model.lora_full_modules = ("phase_qk", "phase_vo")  # the camera's phases, 46.4 M weights
     return config
 
@@ -173,6 +174,7 @@ def wan_t2v_8npu() -> ConfigDict:
     config.sample.shift = 3.0  # Wan's own for 480 rows
     config.data.prompts = "data/prompts/train.txt"
     config.data.eval_prompts = "data/prompts/val.txt"
+    config.data.tune_scenes, config.data.report_scenes = 16, 0  # prompts; reported are those of val.txt
     config.eval.num_conditions = 32
     # The server is a process of its own: docs/remote_rewards.md.
     config.reward.remote = ConfigDict({"judge": "http://127.0.0.1:8000"})

@@ -99,7 +99,7 @@ def key(*parts: object) -> int:
 
 def trained_scenes(scenes: list[Scene]) -> list[Scene]:
     """Return the scenes to train on, without those set aside for choosing the numbers above."""
-    return set_aside(scenes, TUNE_SCENES, "scenes", attrgetter("name"))[0]
+    return set_aside(scenes, TUNE_SCENES, 0, "scenes", attrgetter("name"))[0]
 
 
 def plan(epoch: int, conditions: int) -> list[list[tuple[int, int, int, int]]]:

@@ -195,6 +195,9 @@ class SizedData:
     def condition(self, index: int, gid: int = 0, slot: int = 0) -> Condition:
         return sized(index if len(self.sizes) > 1 else 0, gid, slot)
 
+    def scene_of(self, index: int) -> str:
+        return str(index)
+
     def size_of(self, index: int) -> tuple[int, int, int]:
         return self.sizes[index // 2 % len(self.sizes)]
 

@@ -7,7 +7,8 @@ The second puts the plan of a run beside its metrics, at the rate that its devic
 --tflops is the device's sustained rate on this model, not the data sheet's; tools/device_report.py measures it.
 Without a model folder, network and codec are those of Wan2.1-T2V-1.3B. flow_grpo/cost/plan.py says what each line
 counts; each knob that saves memory is listed with its GiB and seconds, and what does not fit ends with the fewest
-knobs with which it does.
+knobs with which it does. Above stands what share of the run its evaluations take, and which change they can see, by the
+spread of changes that was measured on the demo.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
 from flow_grpo.cost.choose_recomputation import choose_recomputation
-from flow_grpo.cost.plan import make_plan
+from flow_grpo.cost.plan import Plan, make_plan
 from flow_grpo.cost.savings import report
+from flow_grpo.judging import power
+from flow_grpo.judging.evaluate import eval_guidance
 from flow_grpo.settings.checks import check_world
 from flow_grpo.settings.loading import ConfigError, load_config
+from flow_grpo.settings.schema import Config
 from tools.common import fail, make_parser
 from tools.run_folder import read_run
 
@@ -55,14 +59,32 @@ def main(words: Sequence[str] | None = None) -> int:
         if known.json:
             plan = make_plan(config, known.devices, rate)
             fits = plan.most_gib <= limit
-            print(json.dumps(dataclasses.asdict(plan) | {"fits": fits}))
+            share = evaluation_share(config, plan)
+            print(json.dumps(dataclasses.asdict(plan) | {"evaluation_share": share, "fits": fits}))
         else:
             print(f"counting the costs of {known.config}; nothing is allocated", flush=True)
             text, fits = report(config, known.devices, rate, limit)
-            print(*([message] if message else []), text, sep="\n")
+            share = evaluation_share(config, make_plan(config, known.devices, rate))
+            seen = power.in_words(power.usual_spreads(config), config.eval.num_conditions, _scenes(config))
+            evaluation = f"evaluation: {share:.0%} of the run's forwards; {seen}"
+            print(*([message] if message else []), evaluation, text, sep="\n")
     except ValueError as error:
         return fail(error)
     return 0 if fits else 1
+
+
+def evaluation_share(config: Config, plan: Plan) -> float:
+    """Return the evaluations' share of all forwards of a run: before training, on the way and at the end."""
+    epochs, every = config.num_epochs, config.eval.every or config.num_epochs
+    a_condition = config.eval.num_steps * (1 if eval_guidance(config).scale == 1 else 2)
+    evaluations = a_condition * config.eval.num_conditions * (1 + math.ceil(epochs / max(1, every)))
+    return evaluations / (evaluations + epochs * plan.samples_per_epoch * plan.forward_equivalents_per_sample)
+
+
+def _scenes(config: Config) -> int:
+    # Of what is set aside the number is known; else as many as conditions, if data.eval_split has them.
+    aside = config.data.tune_scenes if config.eval.split == "tune" else config.data.report_scenes
+    return min(config.eval.num_conditions, aside or config.eval.num_conditions)
 
 
 def _limits(known: argparse.Namespace) -> tuple[float, float]:

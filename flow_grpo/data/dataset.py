@@ -46,6 +46,10 @@ class ConditionDataset(Dataset[tuple[int, Condition]], abc.ABC):
     def size_of(self, index: int) -> Size:
         """(frames, height, width) of the videos as they are delivered, without decoding one."""
 
+    def scene_of(self, index: int) -> str:
+        """Name of what a condition shares its scene by; without scenes, as for prompts, each has its own."""
+        return str(index)
+
     def __getitem__(self, key: SampleKey) -> tuple[int, Condition]:
         """(step, condition) for a sampler's (step, gid, slot, index)."""
         return self.__getitems__([key])[0]

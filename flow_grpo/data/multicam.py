@@ -153,6 +153,10 @@ class MultiCamDataset(VideoDataset):
         scene, camera = self._items[index]
         return scene.name, camera
 
+    def scene_of(self, index: int) -> str:
+        """Scene name."""
+        return self.name_of(index)[0]
+
     def source_file(self, index: int) -> Path:
         """Path of the source video."""
         scene, target = self._items[index]

@@ -46,22 +46,22 @@ def prompt_data(data: DataConfig, file: str, choose: Callable[[list[str]], list[
 
 
 def training_data(data: DataConfig) -> Split:
-    """Conditions to train on: the training split without what `data.tune_scenes` sets aside.
+    """Conditions to train on: the training split without what is set aside.
 
     Raises:
         ValueError: the data are missing or unusable.
     """
-    return _training_split(data, held=False)
+    return _training_split(data, 0)
 
 
 def held_out_data(data: DataConfig, evaluation: EvalConfig) -> Split:
-    """Conditions that `eval.split` evaluates on: the reported ones, or those set aside.
+    """Conditions that `eval.split` evaluates on: those set aside, or of `data.eval_split` where none are to report.
 
     Raises:
         ValueError: the data are missing or unusable.
     """
-    if evaluation.split != "report":
-        return _training_split(data, held=True)
+    if evaluation.split == "tune" or data.report_scenes:
+        return _training_split(data, 1 if evaluation.split == "tune" else 2)
     return prompt_data(data, data.eval_prompts) if data.prompts else multicam_data(data, data.eval_split)
 
 
@@ -72,33 +72,38 @@ def whole_splits(data: DataConfig) -> list[Split]:
         ValueError: the data are missing or unusable.
     """
     if data.prompts:
-        return [prompt_data(data, file) for file in (data.prompts, data.eval_prompts)]
-    return [multicam_data(data, split) for split in (data.train_split, data.eval_split)]
+        return [
+            prompt_data(data, file) for file in (data.prompts, *([] if data.report_scenes else [data.eval_prompts]))
+        ]
+    splits = (data.train_split, *([] if data.report_scenes else [data.eval_split]))
+    return [multicam_data(data, split) for split in splits]
 
 
 def set_aside(
-    items: Sequence[Item], count: int, kind: str, name: Callable[[Item], str]
-) -> tuple[list[Item], list[Item]]:
-    """Part items into (the others, `count`), each in the given order, by a hash of their distinct names.
+    items: Sequence[Item], tune: int, report: int, kind: str, name: Callable[[Item], str]
+) -> tuple[list[Item], list[Item], list[Item]]:
+    """Part items into (the others, `tune`, `report`), each in the given order, by a hash of their distinct names.
 
-    The items' `kind` is "scenes" or "prompts".
+    The items' `kind` is "scenes" or "prompts". How many are reported does not change which are tuned on.
 
     Raises:
         ValueError: no item would be left.
     """
-    if count >= len(items):
+    if tune + report >= len(items):
         raise ValueError(
-            f"data.tune_scenes is {count}, must be below the {len(items)} training {kind} there are; lower it, 0 sets "
-            "none aside"
+            f"data.tune_scenes is {tune} and data.report_scenes {report}, together they must be below the {len(items)} "
+            f"training {kind} there are; lower one, 0 sets none aside"
         )
-    chosen = set(sorted(map(name, items), key=lambda text: key(f"tune {kind}", text))[:count])
-    return [item for item in items if name(item) not in chosen], [item for item in items if name(item) in chosen]
+    order = sorted(map(name, items), key=lambda text: key(f"tune {kind}", text))
+    tuned, reported = set(order[:tune]), set(order[tune : tune + report])
+    others = [item for item in items if name(item) not in tuned | reported]
+    return others, [item for item in items if name(item) in tuned], [item for item in items if name(item) in reported]
 
 
-def _training_split(data: DataConfig, *, held: bool) -> Split:
-    # What `data.tune_scenes` sets aside of the training data if `held`, else the rest.
-    count = data.tune_scenes
+def _training_split(data: DataConfig, part: int) -> Split:
+    # Of the training data: 0 what is trained on, 1 what `data.tune_scenes` and 2 `data.report_scenes` set aside.
+    counts = data.tune_scenes, data.report_scenes
     if data.prompts:
-        return prompt_data(data, data.prompts, lambda prompts: set_aside(prompts, count, "prompts", str)[held])
+        return prompt_data(data, data.prompts, lambda prompts: set_aside(prompts, *counts, "prompts", str)[part])
     name = attrgetter("name")
-    return multicam_data(data, data.train_split, lambda scenes: set_aside(scenes, count, "scenes", name)[held])
+    return multicam_data(data, data.train_split, lambda scenes: set_aside(scenes, *counts, "scenes", name)[part])

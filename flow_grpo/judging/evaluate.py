@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,6 +46,10 @@ class ConditionSource(Protocol):
 
     def condition(self, index: int, gid: int = 0, slot: int = 0) -> Condition:
         """Return one of them."""
+        ...
+
+    def scene_of(self, index: int) -> str:
+        """Return the name of its scene."""
         ...
 
     def size_of(self, index: int) -> tuple[int, int, int]:
@@ -107,13 +112,18 @@ class Evaluator:
         config: Config,
         world: World,
     ) -> None:
-        self.indices = held_out_indices(len(dataset), config.eval.num_conditions)
+        self.indices = held_out_indices(dataset, config.eval.num_conditions)
         self.policy = policy
         self.dataset = dataset
         self.rewards = rewards
         self.gold = gold
         self.config = config
         self.world = world
+
+    @property
+    def scenes(self) -> int:
+        """How many scenes the conditions are of."""
+        return len({self.dataset.scene_of(index) for index in self.indices})
 
     @property
     def names(self) -> list[str]:
@@ -295,19 +305,27 @@ def sample(
         return conditions, rollout(policy, conditions, conditioning, windows, sampling).final_latents
 
 
-def held_out_indices(total: int, count: int) -> list[int]:
-    """Return the indices of the `count` of `total` conditions to measure, the same in every run.
+def held_out_indices(dataset: ConditionSource, count: int) -> list[int]:
+    """Return the indices of the `count` conditions of a data set to measure, the same in every run.
+
+    They are of as many scenes as there are, each as often as any other: conditions of one scene tell less.
 
     Raises:
         ValueError: more than there are, or none.
     """
+    total = len(dataset)
     if not 1 <= count <= total:
         raise ValueError(
             f"eval.num_conditions={count} must be within 1..{total}, the held-out conditions there are: lower it or "
-            "add scenes to data.eval_split, with eval.split='tune' raise data.tune_scenes"
+            "add scenes to data.eval_split; of scenes set aside raise data.report_scenes, with eval.split='tune' "
+            "data.tune_scenes"
         )
     order: list[int] = torch.randperm(total, generator=generator("eval", "conditions", total)).tolist()
-    return order[:count]
+    of_scene: dict[str, list[int]] = {}
+    for index in order:
+        of_scene.setdefault(dataset.scene_of(index), []).append(index)
+    rounds = itertools.zip_longest(*of_scene.values())
+    return [index for one in rounds for index in one if index is not None][:count]
 
 
 def training_guidance(config: Config) -> Guidance:

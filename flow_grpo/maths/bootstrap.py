@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Hashable, Sequence
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -79,10 +80,15 @@ def mean_interval(values: Sequence[float], groups: Sequence[Hashable], *, level:
 
 def widening(groups: int, level: float = LEVEL) -> float:
     """Return by what the distance of a percentile interval's ends from the mean of `groups` of them is multiplied."""
-    from scipy.special import ndtri, stdtrit  # 0.2 s, which the start of a run does not wait for
-
     share = (1 + level) / 2
-    return float(stdtrit(groups - 1, share) / ndtri(share)) * math.sqrt(groups / (groups - 1))
+    return t_quantile(share, groups - 1) / NormalDist().inv_cdf(share) * math.sqrt(groups / (groups - 1))
+
+
+def t_quantile(share: float, degrees: int) -> float:
+    """Return the quantile of Student's t distribution."""
+    from scipy.special import stdtrit  # 0.2 s, which the start of a run does not wait for
+
+    return float(stdtrit(degrees, share))
 
 
 @functools.lru_cache(maxsize=8)

@@ -26,11 +26,13 @@ from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.update.statistics import check_averaged
 from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.cost.forward_count import ForwardCount
+from flow_grpo.judging import power
 from flow_grpo.judging.changes import as_metrics, paired_changes
 from flow_grpo.judging.evaluate import Evaluation, Evaluator
 from flow_grpo.judging.reward_signal import NoSignalError, Signal, measure_signal
 from flow_grpo.judging.stop_rules import BrokenPolicyError, broken, check_measured
 from flow_grpo.judging.table import means_by_camera
+from flow_grpo.judging.verdict import deciding
 from flow_grpo.maths.bootstrap import Interval, percentiles
 from flow_grpo.models.files.adapter_files import save_adapter
 from flow_grpo.records import ScoredBatch, TrainingBatch
@@ -49,6 +51,7 @@ from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import InputError, RankError, World
 from flow_grpo.runtime.ranks.start_up import refuse
 from flow_grpo.runtime.signals import EndRequest
+from flow_grpo.settings.checks import largest_weights
 from flow_grpo.settings.errors import RunStoppedError
 from flow_grpo.settings.objectives import traits_of
 from flow_grpo.settings.schema import Config, RewardConfig
@@ -330,6 +333,9 @@ class Trainer:
                     seconds = {"time/floor_s": self.ledger.since()}
                     self.tracker.log(self.state.floor | seconds, self.state.finished)
             self.progress.say(f"before training: {_in_words(self.state.before)}")
+            decide = deciding(first.metrics, self.evaluator.names, largest_weights(self.config))
+            spreads = power.measured_spreads(first.table, decide)
+            self.progress.say(power.in_words(spreads, len(self.evaluator.indices), self.evaluator.scenes))
             heard = self._reward_signal
             if heard and heard.absent and self.config.doctor != "off" and self.config.num_epochs:
                 raise NoSignalError(heard.without_value)

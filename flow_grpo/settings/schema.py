@@ -76,6 +76,9 @@ class DataConfig(Section):
         "eval.split='tune' measures them, so that knobs are not chosen on the scenes that are reported",
         ge=0,
     )
+    report_scenes: Int = knob(
+        0, "others likewise, which eval.split='report' measures; 0 measures eval_split or eval_prompts", ge=0
+    )
     num_frames: Frames = knob(81, "frames of a video, 4n+1", ge=5, le=MOST_FRAMES)
     height: Int = knob(480, "height in pixels after resizing and centre cropping", **SIDE)
     width: Int = knob(832, "width in pixels after resizing and centre cropping", **SIDE)
@@ -294,10 +297,10 @@ class EvalConfig(Section):
     """Held-out evaluation: fixed conditions and noise, deterministic sampling."""
 
     split: Literal["report", "tune"] = knob(
-        "report", "which conditions: of data.eval_split | of the data.tune_scenes, while knobs are being chosen"
+        "report", "which conditions: to report | of the data.tune_scenes, while knobs are being chosen"
     )
     every: Int = knob(20, "epochs between evaluations; 0 only before and after training", ge=0)
-    num_conditions: Int = knob(10, "over all ranks; MultiCamVideo's own held-out scene has 10", ge=1)
+    num_conditions: Int = knob(10, "over all ranks, of as many scenes as there are", ge=1)
     batch_size: Int = knob(2, "samples per rank and call", ge=1, le=MOST)
     num_steps: Int = knob(50, "denoising steps", ge=1, le=1000)
     guidance_scale: Float | None = knob(None, "evaluation's guidance; none takes sample.guidance_scale", ge=1, le=MOST)

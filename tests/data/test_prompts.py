@@ -74,16 +74,18 @@ def test_settings_that_do_not_go_with_prompts_are_refused(knob, message):
 
 
 def test_scenes_are_set_aside_by_name_whatever_their_order_and_number():
-    def aside(scenes, count):
-        return set_aside(scenes, count, "scenes", attrgetter("name"))
+    def aside(scenes, tune, report=0):
+        return set_aside(scenes, tune, report, "scenes", attrgetter("name"))
 
     scenes = [Scene(Path(), f"train/f18_aperture10/scene{number}", ("cam01", "cam02"), None) for number in range(30)]
-    rest, chosen = aside(scenes, 8)
-    assert len(chosen) == 8 and sorted([*rest, *chosen], key=scenes.index) == scenes
-    assert (rest, chosen) == (sorted(rest, key=scenes.index), sorted(chosen, key=scenes.index))
-    assert chosen != scenes[:8]
-    assert aside(scenes[::-1], 8) == (rest[::-1], chosen[::-1])
-    assert aside([scene for scene in scenes if scene != rest[0]], 8)[1] == chosen
-    assert aside(scenes, 0) == (scenes, [])
-    with pytest.raises(ValueError, match=r"data\.tune_scenes is 30, must be below the 30 training scenes"):
-        aside(scenes, 30)
+    rest, tuned, reported = aside(scenes, 8, 5)
+    assert (len(tuned), len(reported)) == (8, 5)
+    assert sorted([*rest, *tuned, *reported], key=scenes.index) == scenes
+    for part in (rest, tuned, reported):
+        assert part == sorted(part, key=scenes.index) != scenes[: len(part)]
+    assert aside(scenes[::-1], 8, 5) == (rest[::-1], tuned[::-1], reported[::-1])
+    assert aside([scene for scene in scenes if scene != rest[0]], 8, 5)[1:] == (tuned, reported)
+    assert aside(scenes, 8)[1] == tuned  # those to report do not change them
+    assert aside(scenes, 0) == (scenes, [], [])
+    with pytest.raises(ValueError, match=r"tune_scenes is 20 and data\.report_scenes 10, together .* below the 30"):
+        aside(scenes, 20, 10)

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from flow_grpo.judging.evaluate import Evaluator
+from flow_grpo.judging.evaluate import Evaluator, held_out_indices
 from flow_grpo.judging.table import means_by_camera
 from flow_grpo.records import Condition, Guidance, RewardResult
 from flow_grpo.rewards.base import RewardSet
@@ -30,6 +30,9 @@ class ToyData:
 
     def size_of(self, index: int) -> tuple[int, int, int]:
         return (5, 2, 2)
+
+    def scene_of(self, index: int) -> str:
+        return str(index)
 
     def fingerprint(self) -> str:
         return "toys"
@@ -55,6 +58,17 @@ def evaluator(world=None, *, policy=None, number=7, batch_size=3, kl_coef=0.1, *
         eval=EvalConfig(num_conditions=number, batch_size=batch_size, num_steps=6, videos=2, **knobs),
     )
     return Evaluator(policy or ToyPolicy(), ToyData(), rewards, Gold(), config, world or World())
+
+
+def test_conditions_are_of_as_many_scenes_as_there_are_and_each_as_often():
+    class Scenes(ToyData):
+        def scene_of(self, index: int) -> str:
+            return "ab"[index < 8] if index else "c"  # four, seven and one of 12
+
+    chosen = [[Scenes().scene_of(index) for index in held_out_indices(Scenes(), count)] for count in (3, 5, 12)]
+    assert sorted(chosen[0]) == ["a", "b", "c"] and sorted(chosen[1]) == ["a", "a", "b", "b", "c"]
+    assert sorted(held_out_indices(Scenes(), 12)) == list(range(12))
+    assert held_out_indices(Scenes(), 12)[:5] == held_out_indices(Scenes(), 5)  # more conditions are added
 
 
 def test_the_deterministic_sampler_is_used_and_every_condition_measured_once():

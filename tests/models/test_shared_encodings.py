@@ -90,6 +90,9 @@ class Held:
     def condition(self, index: int, gid: int = 0, slot: int = 0) -> Condition:
         return dataclasses.replace(condition(index, slot=slot), gid=gid)
 
+    def scene_of(self, index: int) -> str:
+        return str(index)
+
     def size_of(self, index: int) -> tuple[int, int, int]:
         return self.condition(index).size
 

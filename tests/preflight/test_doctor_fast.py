@@ -110,7 +110,7 @@ def test_a_run_is_the_same_bit_for_bit_with_and_without(train, tmp_path, capsys)
     printed = capsys.readouterr().out.splitlines()
     assert printed.count(f"run folder: {tmp_path / 'off'}") == 2  # at the start and at the end, whatever the doctor
     told = [line for line in printed if line.startswith("doctor:")]
-    assert len(told) == 1 and " 0 warn, 0 fail in " in told[0]
+    assert len(told) == 1 and told[0].endswith(" s (evaluation)") and " 1 warn, 0 fail in " in told[0]
     assert_equal_state(*(newest(tmp_path / mode) for mode in ("fast", "off")))
     assert metrics_of(tmp_path / "fast") == metrics_of(tmp_path / "off")
 

@@ -8,7 +8,7 @@ import torch
 
 from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.update.updater import Updater
-from flow_grpo.data.splits import held_out_data, multicam_data, training_data
+from flow_grpo.data.splits import held_out_data, multicam_data, training_data, whole_splits
 from flow_grpo.judging.evaluate import eval_guidance, training_guidance
 from flow_grpo.records import Guidance
 from flow_grpo.run import parts as build
@@ -42,8 +42,11 @@ def test_scenes_set_aside_for_tuning_are_never_trained_on_and_measured_only_when
     assert names(training_data(report.data)) == names(training_data(tune.data)) < whole
     assert names(held_out_data(tune.data, tune.eval)) == whole - names(training_data(tune.data))
     assert names(held_out_data(report.data, report.eval)) == names(multicam_data(report.data, "val"))
-    with pytest.raises(ValueError, match=r"data\.tune_scenes is 2, must be below the 2 training scenes"):
+    with pytest.raises(ValueError, match=r"data\.tune_scenes is 2 .* must be below the 2 training scenes"):
         training_data(settings(world, "--config.data.tune_scenes=2").data)
+    aside = settings(world, "--config.data.report_scenes=1", "--config.data.eval_split=missing")
+    assert names(held_out_data(aside.data, aside.eval)) == whole - names(training_data(aside.data))
+    assert [len(data) for data in whole_splits(aside.data)] == [len(whole)]
     # A checkpoint of a run with other scenes set aside is of other data.
     trained = [training_data(settings(world, f"--config.data.tune_scenes={n}").data).fingerprint() for n in (0, 1)]
     assert trained[0] == multicam_data(settings(world).data, "train").fingerprint() != trained[1]

@@ -38,7 +38,7 @@ def test_a_sound_recipe_passes_every_check(places):
     code, findings = examined(words(places, model__trained="lora", train__kl_coef=0.1))
     assert (code, statuses(findings, "fail")) == (0, set()), findings
     machine = {"disk", "shared_memory", "versions", "device", "backends", "run_folder"}
-    schedule = {"guidance", "steps", "ode_limit", "window", "window_on_ranks", "last_step"}
+    schedule = {"evaluation", "guidance", "steps", "ode_limit", "window", "window_on_ranks", "last_step"}
     batch = {"adapters", "weights", "rate", "residuals", "latents_fp32", "ratio", "ratio_by_batch_size", "noise"}
     epoch = {"rewards", "reward_order", "signal", "groups", "clip", "kl", "ratio_in_update", "update"}
     after = {"gradient_coverage", "gradient_size", "gradient_sync", "weights_after_update"}

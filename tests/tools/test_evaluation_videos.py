@@ -42,7 +42,7 @@ def test_the_generated_conditions_are_those_of_a_runs_evaluations(world, tmp_pat
     monkeypatch.setattr(videos, "generate", recorded)
     assert evaluate.main(words(world, tmp_path)) == 0
     dataset = MultiCamDataset(world, "val", (FRAMES, 24, 32), prompt="", reference="source")
-    conditions = [dataset.condition(index) for index in held_out_indices(len(dataset), COUNT)]
+    conditions = [dataset.condition(index) for index in held_out_indices(dataset, COUNT)]
     cameras = json.loads((tmp_path / videos.CAMERAS).read_text())
     assert len(cameras) == len(list((tmp_path / videos.VIDEOS).iterdir())) == COUNT
     for condition, (name, entry) in zip(conditions, cameras.items(), strict=True):

@@ -59,7 +59,7 @@ def make_videos(config: Config, adapter: Path | None, out: Path, focal_px: float
     if config.data.tiny_world:
         ensure_tiny_world(config.data.root, config.data.tiny_world)
     dataset = held_out_data(config.data, config.eval)
-    indices = held_out_indices(len(dataset), config.eval.num_conditions)
+    indices = held_out_indices(dataset, config.eval.num_conditions)
     print(f"{len(indices)} held-out conditions in {out / VIDEOS}, {adapter or 'without an adapter'}", flush=True)
     names, cameras = {}, {}
     for index in indices:  # do not hold the conditions: one takes almost a GB at full size

@@ -1,0 +1,76 @@
+"""Which change of a held-out metric an evaluation can see, before a run is paid for.
+
+A change of the mean is seen with 80 % certainty if it is t(0.975) + t(0.8) times its standard error, with one degree of
+freedom less than there are scenes (Cohen, Statistical Power Analysis, 1988, section 2.4, for paired differences).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from flow_grpo.judging.changes import LEAST_SCENES
+from flow_grpo.judging.table import Table
+from flow_grpo.judging.verdict import TRUE_VIEW, deciding
+from flow_grpo.maths.bootstrap import LEVEL, t_quantile
+from flow_grpo.settings.checks import largest_weights
+from flow_grpo.settings.schema import Config
+
+POWER = 0.8
+WANTED = (0.1, 0.05)  # changes, as shares of the metric's value, for which the number of conditions is given
+# Measured on the demo, 160 conditions of 16 scenes, after 130 updates: standard deviation of a condition's change as a
+# share of the mean before training, the same as a share of the conditions' own standard deviation before training, and
+# the correlation of changes in one scene.
+GOLD = ("eval/rot_err_deg", "eval/trans_err_m", "eval/residual")
+SPREADS = {"eval/rot_err_deg": 0.4, "eval/trans_err_m": 0.4, "eval/residual": 0.1, "eval/target_view_mismatch": 0.2}
+CHANGE_OVER_LEVEL = 0.6
+SAME_SCENE = 0.1
+
+
+def usual_spreads(config: Config) -> dict[str, float]:
+    """Return `eval/` name -> `SPREADS` of the metrics that will decide the verdict of a recipe's run."""
+    measured = [*(GOLD if config.eval.gold else ()), *(() if config.data.prompts else (f"eval/{TRUE_VIEW}_mismatch",))]
+    return {name: SPREADS[name] for name in deciding(measured, (), largest_weights(config))}
+
+
+def measured_spreads(first: Table, names: Iterable[str]) -> dict[str, float]:
+    """Return `eval/` name -> expected standard deviation of a condition's change, as a share of the mean.
+
+    From the spread of a first evaluation, of columns with a mean other than 0.
+    """
+    found = {}
+    for name in names:
+        column = first.values.get(name.removeprefix("eval/"))
+        if column is not None and len(column := column[column.isfinite()]) > 1 and column.mean():
+            found[name] = CHANGE_OVER_LEVEL * float(column.std() / column.mean().abs())
+    return found
+
+
+def least_visible(spread: float, conditions: int, scenes: int) -> float:
+    """Return the least change of the mean, as a share of it, that is seen with a certainty of `POWER`."""
+    by_scene = conditions / scenes
+    error = spread * math.sqrt((1 + (by_scene - 1) * SAME_SCENE) / conditions)
+    return error * sum(t_quantile(share, scenes - 1) for share in ((1 + LEVEL) / 2, POWER))
+
+
+def scenes_needed(change: float, spread: float) -> int:
+    """Return how many conditions, each of a scene of its own, a change needs to be seen."""
+    return next(n for n in range(LEAST_SCENES, 10**6) if least_visible(spread, n, n) <= change)
+
+
+def in_words(spreads: Mapping[str, float], conditions: int, scenes: int) -> str:
+    """Return what an evaluation of so many conditions of so many scenes can see of the metrics, in one line."""
+    text = f"{conditions} conditions of {scenes} scenes"
+    if scenes < LEAST_SCENES:
+        text += f" give no interval, {LEAST_SCENES} scenes are needed"
+    elif spreads:
+        seen = [
+            f"{name.removeprefix('eval/')} by {least_visible(spread, conditions, scenes):.0%}"
+            for name, spread in spreads.items()
+        ]
+        text += f" see with {POWER:.0%} certainty a change of {', '.join(seen)}"
+    if not spreads:
+        return text
+    most = max(spreads.values())
+    needs = [f"{change:.0%} of all {scenes_needed(change, most)}" for change in WANTED]
+    return f"{text}; {', '.join(needs)} conditions of as many scenes"

@@ -1,0 +1,68 @@
+"""What an evaluation can see, against simulated evaluations."""
+
+import math
+
+import pytest
+import torch
+
+from flow_grpo.judging.power import (
+    POWER,
+    SAME_SCENE,
+    in_words,
+    least_visible,
+    measured_spreads,
+    scenes_needed,
+    usual_spreads,
+)
+from flow_grpo.judging.table import Table
+from flow_grpo.maths.bootstrap import mean_interval
+from flow_grpo.settings.loading import load_config
+from tests.doctor_cases import ROOT
+
+
+@pytest.mark.parametrize(("scenes", "by_scene"), [(6, 1), (16, 5)])
+def test_a_change_of_the_visible_size_is_seen_as_often_as_promised(scenes, by_scene):
+    random = torch.Generator().manual_seed(scenes)
+    change = least_visible(0.5, scenes * by_scene, scenes)
+    groups = [scene for scene in range(scenes) for _ in range(by_scene)]
+    seen = 0
+    for _ in range(400):
+        of_scene = math.sqrt(SAME_SCENE) * torch.randn(scenes, 1, generator=random, dtype=torch.float64)
+        own = math.sqrt(1 - SAME_SCENE) * torch.randn(scenes, by_scene, generator=random, dtype=torch.float64)
+        seen += mean_interval((change + 0.5 * (of_scene + own)).flatten().tolist(), groups).low > 0
+    assert seen / 400 == pytest.approx(POWER, abs=0.06)
+
+
+def test_as_many_scenes_are_needed_as_make_a_change_visible():
+    needed = scenes_needed(0.05, 0.4)
+    assert least_visible(0.4, needed, needed) <= 0.05 < least_visible(0.4, needed - 1, needed - 1)
+
+
+def test_spreads_are_those_of_the_metrics_that_decide():
+    tiny = f"{ROOT}/config/grpo.py:tiny_recam"
+    assert list(usual_spreads(load_config(tiny, []))) == [
+        "eval/rot_err_deg",
+        "eval/trans_err_m",
+        "eval/residual",
+        "eval/target_view_mismatch",
+    ]
+    trained = ["--config.eval.gold=", "--config.reward.weights.target_view=1"]
+    assert usual_spreads(load_config(tiny, trained)) == {}
+    labels = ("s",) * 3, tuple("abc"), ("",) * 3
+    columns = {"rot_err_deg": [1.0, 2.0, math.nan], "zero": [0.0, 0.0, 0.0]}
+    table = Table(*labels, {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()})
+    found = measured_spreads(table, ["eval/rot_err_deg", "eval/zero", "eval/other"])
+    wider = measured_spreads(scaled(table, 2.0), ["eval/rot_err_deg"])
+    assert list(found) == ["eval/rot_err_deg"] and found == pytest.approx(wider)  # shares of the mean
+
+
+def scaled(table: Table, factor: float) -> Table:
+    return Table(table.scenes, table.cameras, table.presets, {n: factor * c for n, c in table.values.items()})
+
+
+@pytest.mark.parametrize(
+    ("scenes", "text"), [(1, "10 conditions of 1 scenes give no interval"), (10, "10 scenes see with 80%")]
+)
+def test_it_is_said_in_words(scenes, text):
+    said = in_words({"eval/trans_err_m": 0.4}, 10, scenes)
+    assert text in said and "10% of all" in said and said.endswith("conditions of as many scenes")
