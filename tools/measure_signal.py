@@ -33,7 +33,6 @@ from torch import Tensor
 from flow_grpo.judging.reward_signal import measure_signal, sample_group
 from flow_grpo.maths.schedule import tail_levels
 from flow_grpo.preflight.doctor.epoch import log_ratio_of_one_update
-from flow_grpo.preflight.doctor.probe import training_data
 from flow_grpo.preflight.doctor.schedule import trained_steps
 from flow_grpo.run.assemble import assemble
 from flow_grpo.run.command_line import read_command_line
@@ -73,7 +72,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def measure(trainer: Trainer, groups: int) -> dict[str, Any]:
     """Return rewards, steps and the log-ratio of one update; collective call: every rank must call it."""
     weights = trainer.config.reward.weights
-    spreads = measure_signal(trainer.collector, training_data(trainer), weights, groups=groups, both=True).spreads
+    spreads = measure_signal(trainer.collector, trainer.training_data, weights, groups=groups, both=True).spreads
     rewards = {
         name: dataclasses.asdict(spread) | {"credit_share": spread.credit_share} for name, spread in spreads.items()
     }
@@ -88,14 +87,14 @@ def compare_tails(trainer: Trainer, groups: int, tails: Sequence[int]) -> list[d
     One entry per reward and tail: its mean over `groups` groups a rank, that with all steps of the schedule, and the
     correlation of the two inside groups, NaN where a group's rewards are all equal.
     """
-    collector, data, world = trainer.collector, training_data(trainer), trainer.world
+    collector, data, world = trainer.collector, trainer.training_data, trainer.world
     sample = collector.config.sample
     found: dict[int, dict[str, Tensor]] = {}
     for tail in dict.fromkeys((0, *tails)) if tails else ():
         levels = tail_levels(sample.num_steps, sample.shift, tail) if tail else None
         sampling = dataclasses.replace(collector.sampling, tails=levels, record=False)
         first = world.data.rank * groups
-        parts = [sample_group(collector, data, sampling, gid) for gid in range(first, first + groups)]
+        parts = [sample_group(collector, data, sampling, gid, gid % len(data)) for gid in range(first, first + groups)]
         found[tail] = {name: world.data.all_gather(torch.stack([one[name] for one in parts])) for name in parts[0]}
     return [
         {

@@ -1,4 +1,4 @@
-"""Rules that end a run whose policy is broken: `train.stop_if`, such as "eval_change/target_view_psnr_db<-6"."""
+"""Rules that end a run whose policy is broken: `train.stop_if`, such as "eval_change/target_view_psnr_db<-3"."""
 
 from __future__ import annotations
 

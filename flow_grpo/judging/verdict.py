@@ -26,7 +26,8 @@ TOO_FEW = f"fewer than {LEAST_SCENES} held-out scenes give no intervals, see the
 # A change below these is unclear, however narrow its interval: hardly seen in a video.
 LEAST_OF_FLOOR = 0.1  # of what the estimator finds on perfect videos, or of a reward's own noise
 LEAST_OF_VALUE = 0.02  # where there is no floor, of the value before training; in decibels of the squared error
-SHOWN = 3  # figures of an aspect, and of what got worse for a kind of camera, where people read them
+FIGURES = 2  # of an aspect, in words
+SHOWN = 3  # of what got worse for a kind of camera, where people read it
 DO_NOT_USE = "held-out metrics got worse: do not use this adapter"
 
 
@@ -44,6 +45,11 @@ class Verdict:
 
     def __str__(self) -> str:
         return self.in_words
+
+    def hacked(self, weights: Mapping[str, float]) -> bool:
+        """Return whether a trained reward got better and the camera, by what no reward trained, worse."""
+        rises = any(self.metrics.get(f"eval/{name}") == "better" for name, weight in weights.items() if weight)
+        return rises and self.aspects.get(CAMERA) == "worse"
 
 
 def direction(name: str, rewards: Sequence[str]) -> int:
@@ -92,9 +98,8 @@ def judge(
         if signs[name]
     }
     names = deciding(found, rewards, weights, twins)
-    parts: dict[str, list[str]] = {}
-    for name in names:
-        parts.setdefault(aspect(name), []).append(name)
+    parts = {part: [name for name in names if aspect(name) == part] for part in (CAMERA, PICTURE, AGREEMENT, OTHER)}
+    parts = {part: own for part, own in parts.items() if own}
     aspects = {part: _common([found[name] for name in own]) for part, own in parts.items()}
     overall = _common(list(aspects.values()))
     missing = [part for part in NOT_JUDGED if filmed and part not in aspects]
@@ -102,7 +107,8 @@ def judge(
         overall = "unclear"
     words = []
     for part, own in parts.items():
-        clear = [name for name in own if found[name] != "unclear"][:SHOWN]
+        clear = [name for name in own if found[name] != "unclear"]
+        clear = sorted(clear, key=lambda name: name.startswith(f"eval/{TRUE_VIEW}"))[:FIGURES]  # physical units first
         figures = [f"{name.removeprefix('eval/')} {_moved(before.get(name), changes[name].mean)}" for name in clear]
         words.append(f"{part} {aspects[part]}" + (f" ({', '.join(figures)})" if figures else ""))
     if not any(math.isfinite(change.low) for change in changes.values()):

@@ -28,6 +28,7 @@ SECTIONS = {
     "train": "optimizer steps of the epoch",
     "dyn": "groups, the first three also without dynamic sampling, and [dynamic sampling](dynamic_sampling.md)",
     "eval": "held-out conditions, averaged; step 0 is before training",
+    "fixed": "training conditions that stay the same, sampled as training does with the same noise at every evaluation",
     "eval_change": "paired change since before training, see [healthy_run.md](healthy_run.md)",
     "eval_floor": "the same estimator on codec reconstructions of the true videos: no policy can be expected below it",
     "eval_by_camera": "held-out conditions by kind of camera",
@@ -319,9 +320,19 @@ _EVAL = (
         advice="as for `eval/residual`",
     ),
     Metric("eval/located", "frames that a view of the room explains, by the gold estimator", "share"),
+    Metric(
+        "eval/hacked",
+        "1 where a trained reward got better and the camera worse by what none trained; with a gold estimator and "
+        "`eval.split=tune`",
+        "",
+        (0.0, 0.0),
+        "[reward_hacking.md](reward_hacking.md); `train.stop_if` ends the run",
+    ),
     Metric("eval/<name>_valid", "conditions that have a value, recorded where some have none", "share", (0.9, 1.0)),
 )
 _EVAL_OTHERS = (
+    Metric("fixed/<reward>_start", "the same mean when it was first measured so: before training"),
+    Metric("fixed/<reward>", "mean of a reward; beside `_start` it is what was learned, without the luck of an epoch"),
     Metric(
         "eval_change/<name>_<end>", "end of the change's 95 % bootstrap over scenes; if that holds 0 it shows nothing"
     ),
@@ -367,6 +378,7 @@ _SYSTEM = (
     Metric("system/samples_per_s", "samples made in an epoch, extra rounds included, over its seconds", "1/s"),
     Metric("system/forward_equivalents", "transformer work so far, a forward of one sample is 1", "forwards"),
     Metric("system/forward_equivalents_per_sample", "transformer work of the epoch by sample", "forwards"),
+    Metric("system/fixed_forward_equivalents", "of sampling the fixed conditions once, not in those above", "forwards"),
     Metric("system/tflops_per_device", "transformer operations a second, without recomputation", "TFLOP/s"),
     Metric("system/mfu", "transformer operations over the device's rate (`device_tflops`, else measured)", "share"),
     Metric("system/memory_<kind>_gib", "memory of rank 0: `allocated`, `peak`, `reserved`, `total`", "GiB"),

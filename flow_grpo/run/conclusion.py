@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from flow_grpo.judging.changes import changes_by_camera, with_intervals
 from flow_grpo.judging.evaluate import Evaluation
 from flow_grpo.judging.table import Table, means_by_camera
-from flow_grpo.judging.verdict import abridged, best_and_worst, direction, judge, worse_by_camera
+from flow_grpo.judging.verdict import Verdict, abridged, best_and_worst, direction, judge, worse_by_camera
 from flow_grpo.reporting.console import print_before_after
 from flow_grpo.run.starts import next_commands
 from flow_grpo.settings.checks import largest_weights
@@ -18,21 +18,35 @@ if TYPE_CHECKING:
 SHOWN = 2  # videos at most of the conditions that a run improved most, and as many of those that it improved least
 
 
+def verdict_on(trainer: Trainer, evaluation: Evaluation) -> Verdict:
+    """Return the verdict on what an evaluation has found since the one before training."""
+    weights = largest_weights(trainer.config)
+    twins = evaluation.table.twins([name for name, weight in weights.items() if weight])
+    return judge(
+        trainer.changes(evaluation),
+        trainer.evaluator.names,
+        weights,
+        before=trainer.state.before or {},
+        floors=trainer.evaluator.floors(trainer.state.floor),
+        twins={f"eval/{name}" for name in twins},
+        filmed=not trainer.config.data.prompts,
+    )
+
+
+def alarm(trainer: Trainer, evaluation: Evaluation) -> dict[str, float]:
+    """Return `eval/hacked` where it may end a run: with a gold estimator, on the conditions for tuning."""
+    config = trainer.config
+    if trainer.evaluator.gold is None or config.eval.split != "tune" or trainer.state.table_before is None:
+        return {}
+    return {"eval/hacked": float(verdict_on(trainer, evaluation).hacked(largest_weights(config)))}
+
+
 def conclude(trainer: Trainer, after: Evaluation) -> None:
     """Judge the last evaluation by the one before training, write the summary, and print it (collective call)."""
     config, state, evaluator, gallery = trainer.config, trainer.state, trainer.evaluator, trainer.gallery
     assert state.before is not None, "evaluate_before() comes first"
     changes, before = trainer.changes(after), state.table_before or Table.of_rows([])
-    names, weights, floors = evaluator.names, largest_weights(config), evaluator.floors(state.floor)
-    verdict = judge(
-        changes,
-        names,
-        weights,
-        before=state.before,
-        floors=floors,
-        twins={f"eval/{name}" for name in after.table.twins([name for name, weight in weights.items() if weight])},
-        filmed=not config.data.prompts,
-    )
+    names, floors, verdict = evaluator.names, evaluator.floors(state.floor), verdict_on(trainer, after)
     measure = config.checkpoint.best.removeprefix("-").removeprefix("eval/") or names[-1]
     sign = direction(measure, names) or 1
     best, worst = best_and_worst(before, after.table, measure, sign, min(SHOWN, config.eval.videos))

@@ -46,6 +46,9 @@ class RunState:
     # `eval_floor/` name -> what the gold estimator finds on perfect videos; empty where not measured.
     floor: dict[str, float] = dataclasses.field(default_factory=dict)
     measured_on: dict[str, str | float] = dataclasses.field(default_factory=dict)  # see `Evaluator`; {} until measured
+    # Reward -> mean on the fixed training conditions when these were first sampled as they are now, see `fixed_on`.
+    fixed: dict[str, float] = dataclasses.field(default_factory=dict)
+    fixed_on: str = ""  # fingerprint of what they and their samples depend on besides the weights
     broken: str = ""  # the rule of `train.stop_if` that holds after the last epoch, in words
     # One number for each of the last epochs with dynamic sampling, 1 where the pool fell short.
     shortages: list[int] = dataclasses.field(default_factory=list)
@@ -62,6 +65,8 @@ class RunState:
             "before_rows": None if self.table_before is None else self.table_before.rows(),
             "floor": self.floor,
             "measured_on": self.measured_on,
+            "fixed": self.fixed,
+            "fixed_on": self.fixed_on,
             "broken": self.broken,
             "shortages": self.shortages,
             "bad_steps": self.history.bad_steps,
@@ -127,6 +132,7 @@ class RunState:
         # Not, or not all, in checkpoints of earlier versions:
         rows, self.measured_on = state.get("before_rows"), state.get("measured_on", {})
         self.table_before = None if rows is None else Table.of_rows(rows)
+        self.fixed, self.fixed_on = state.get("fixed", {}), state.get("fixed_on", "")
         self.broken = state.get("broken", "")
         self.floor, self.forward_equivalents = state.get("floor", {}), state.get("forward_equivalents", 0.0)
         self.history = UpdateHistory(

@@ -72,6 +72,8 @@ class Shared(TypedDict):
     before_rows: NotRequired[list[dict[StrictStr, StrictStr | Numbers]] | None]
     floor: NotRequired[Numbers]
     measured_on: NotRequired[dict[StrictStr, StrictStr | StrictFloat | StrictInt]]
+    fixed: NotRequired[Numbers]
+    fixed_on: NotRequired[StrictStr]
     broken: NotRequired[StrictStr]
     forward_equivalents: NotRequired[StrictFloat]
     bad_steps: NotRequired[list[StrictStr]]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -28,18 +29,19 @@ from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.cost.forward_count import ForwardCount
 from flow_grpo.judging import power
 from flow_grpo.judging.changes import as_metrics, paired_changes
-from flow_grpo.judging.evaluate import Evaluation, Evaluator
+from flow_grpo.judging.evaluate import ConditionSource, Evaluation, Evaluator
 from flow_grpo.judging.reward_signal import NoSignalError, Signal, measure_signal
 from flow_grpo.judging.stop_rules import BrokenPolicyError, broken, check_measured
 from flow_grpo.judging.table import means_by_camera
 from flow_grpo.judging.verdict import deciding
 from flow_grpo.maths.bootstrap import Interval, percentiles
+from flow_grpo.maths.keys import key
 from flow_grpo.models.files.adapter_files import save_adapter
 from flow_grpo.records import ScoredBatch, TrainingBatch
 from flow_grpo.reporting.console import Progress
 from flow_grpo.reporting.gallery import Gallery
 from flow_grpo.reporting.tracker import Tracker
-from flow_grpo.run.conclusion import conclude
+from flow_grpo.run.conclusion import alarm, conclude
 from flow_grpo.run.run_clock import RunClock
 from flow_grpo.run.run_state import RunState
 from flow_grpo.run.saver import Saver
@@ -95,6 +97,11 @@ class Trainer:
     def reward(self) -> RewardConfig:
         """The reward settings of the epoch in progress."""
         return compare.in_epoch(self.config.reward, self.state.finished)
+
+    @property
+    def training_data(self) -> ConditionSource:
+        """The training conditions by index."""
+        return cast(ConditionSource, self.state.sampler.dataset)
 
     def run(self) -> int:
         """Train to the end, leave the other ranks, and return the exit code: 0, or 2 where training cannot go on.
@@ -276,7 +283,7 @@ class Trainer:
         """
         due = self._evaluation_is_due(self.state.finished)
         evaluation = self.evaluate() if due else None
-        held_out = {} if evaluation is None else evaluation.metrics
+        held_out = {} if evaluation is None else evaluation.metrics | alarm(self, evaluation)
         self.progress.finish_epoch(self.metrics | held_out)
         changes = {} if evaluation is None else self.changes(evaluation)
         means = {name.replace("eval/", "eval_change/"): change.mean for name, change in changes.items()}
@@ -304,7 +311,13 @@ class Trainer:
             with self.world.sync_errors("logging"):
                 changes = as_metrics(self.changes(evaluation), list(evaluation.metrics))
                 self.tracker.log(
-                    evaluation.metrics | means_by_camera(evaluation.table) | changes | signal | seconds, step
+                    evaluation.metrics
+                    | means_by_camera(evaluation.table)
+                    | changes
+                    | alarm(self, evaluation)
+                    | signal
+                    | seconds,
+                    step,
                 )
                 self.tracker.log_table("eval/presets", evaluation.presets, step)
                 self.gallery.evaluation(evaluation.clips, step, before=self.state.before is None)
@@ -437,13 +450,28 @@ class Trainer:
         return self.config.eval.every > 0 and step % self.config.eval.every == 0
 
     def _signal(self) -> dict[str, float]:
-        """Return how much of the rewards' spread the update can credit, measured on held-out conditions."""
-        groups = self.config.eval.signal_groups
-        if not groups or not traits_of(self.config).replays_steps:
+        """Sample fixed training conditions as training does: what of the rewards' spread counts, and their means.
+
+        The means beside those at the start tell learning from the luck of an epoch's conditions.
+        """
+        groups, sampling = self.config.eval.signal_groups, self.collector.sampling
+        if not groups:
             return {}
-        self._reward_signal = measure_signal(self.collector, self.evaluator.dataset, self.reward.weights, groups=groups)
+        self.forwards.mark()
+        signal = measure_signal(self.collector, self.training_data, self.reward.weights, groups=groups)
         self.collector.rewards.stats()  # of these requests, which are not training's
-        return self._reward_signal.metrics()
+        finite = {name: mean for name, mean in signal.means.items() if math.isfinite(mean)}
+        on = str(key("fixed conditions", str(sampling), str(self.config.sample), groups, self.world.data.size))
+        if self.state.fixed_on != on:
+            self.state.fixed, self.state.fixed_on = finite, on
+        (forwards,) = self.world.data.all_gather_scalars({"forwards": self.forwards.since_mark()[0]}).values()
+        metrics = {f"fixed/{name}": mean for name, mean in finite.items()}
+        metrics |= {f"fixed/{name}_start": mean for name, mean in self.state.fixed.items()}
+        metrics["system/fixed_forward_equivalents"] = float(forwards.sum())
+        if not traits_of(self.config).replays_steps:
+            return metrics
+        self._reward_signal = signal
+        return metrics | signal.metrics()
 
     def weights(self) -> AbstractContextManager[Any]:
         """Return a context that swaps in the weights to evaluate: their moving average if there is one."""

@@ -273,7 +273,12 @@ class TrainConfig(Section):
     )
     max_bad_steps: Int = knob(2, "consecutive optimizer steps skipped for a NaN or infinity before the run stops", ge=0)
     stop_if: tuple[Rule, ...] = knob(
-        ("eval_change/target_view_psnr_db<-6", "eval/trans_err_m_valid<0.5", "policy/ratio_first_max_abs_log>1"),
+        (
+            "eval/hacked>0",
+            "eval_change/target_view_psnr_db<-3",
+            "eval/trans_err_m_valid<0.5",
+            "policy/ratio_first_max_abs_log>0.001",
+        ),
         "rules METRIC<BOUND or METRIC>BOUND: an epoch in which one holds has broken the policy, and the run saves and "
         "stops; '' never",
     )

@@ -91,7 +91,7 @@ def parse_rule(text: str) -> tuple[str, bool, float]:
             return match[1], match[2] == "<", float(match[3])
     except ValueError:
         pass
-    raise ValueError("must be METRIC<BOUND or METRIC>BOUND; pass for example eval_change/target_view_psnr_db<-6")
+    raise ValueError("must be METRIC<BOUND or METRIC>BOUND; pass for example eval_change/target_view_psnr_db<-3")
 
 
 def _check_rule(value: str) -> str:

@@ -44,6 +44,7 @@ def test_spreads_are_those_of_the_metrics_that_decide():
         "eval/rot_err_deg",
         "eval/trans_err_m",
         "eval/residual",
+        "eval/target_view_displacement",
         "eval/target_view_mismatch",
     ]
     trained = ["--config.eval.gold=", "--config.reward.weights.target_view=1"]

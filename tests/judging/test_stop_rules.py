@@ -29,8 +29,8 @@ def test_a_rule_is_broken_beyond_its_bound_only(rule, value, said):
 
 def test_the_first_broken_rule_is_named_and_the_default_ones_can_be_switched_off():
     assert broken(["eval/a>9", "eval/a>1", "eval/a>0"], {"eval/a": 2.0}) == "eval/a is 2, above 1"
-    assert broken(TrainConfig().stop_if, {"eval_change/target_view_psnr_db": -7.0})
-    assert broken(TrainConfig().stop_if, {"eval_change/target_view_psnr_db": -5.0}) == ""
+    assert broken(TrainConfig().stop_if, {"eval_change/target_view_psnr_db": -3.5})
+    assert broken(TrainConfig().stop_if, {"eval_change/target_view_psnr_db": -2.5}) == ""
     assert load_config(TOY, ["--config.train.stop_if="]).train.stop_if == ()
 
 

@@ -11,7 +11,7 @@ import train_grpo
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.preflight.doctor import probe
 from flow_grpo.preflight.doctor.examine import FAST, full, run_checks
-from flow_grpo.preflight.doctor.probe import bit_exact, training_data
+from flow_grpo.preflight.doctor.probe import bit_exact
 from flow_grpo.preflight.doctor.weights import digest
 from tests import doctor_cases
 from tests.doctor_cases import build_trainer, statuses, words
@@ -40,7 +40,7 @@ def test_a_learning_rate_that_replaces_the_weights_fails_before_training(places,
 
 
 def test_a_video_that_cannot_be_read_is_a_failed_rollout(built):
-    with mock.patch.object(type(training_data(built)), "condition", side_effect=ValueError("video x is broken")):
+    with mock.patch.object(type(built.training_data), "condition", side_effect=ValueError("video x is broken")):
         (found,) = [found for found in run_checks(built, FAST) if found.status == "fail"]
     assert found.name == "rollout" and "video x is broken" in found.measured
 

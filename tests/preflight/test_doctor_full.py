@@ -13,7 +13,6 @@ from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.preflight.doctor.epoch import with_signs
 from flow_grpo.preflight.doctor.examine import full, run_checks
-from flow_grpo.preflight.doctor.probe import training_data
 from flow_grpo.preflight.doctor.rewards import examine_rewards, examine_signal
 from flow_grpo.records import TrainingBatch
 from flow_grpo.rewards.target_view import TargetView
@@ -163,9 +162,9 @@ def test_gradients_that_adam_s_eps_would_swallow_warn(trainer):
 
 
 def test_conditions_without_a_true_view_cannot_show_the_order_of_rewards(trainer):
-    condition = training_data(trainer).condition
+    condition = trainer.training_data.condition
     with mock.patch.object(
-        training_data(trainer), "condition", lambda *given: dataclasses.replace(condition(*given), target_video=None)
+        trainer.training_data, "condition", lambda *given: dataclasses.replace(condition(*given), target_video=None)
     ):
         (found,) = examine_rewards(trainer)
     assert (found.name, found.status) == ("reward_order", "warn")

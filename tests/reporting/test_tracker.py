@@ -182,7 +182,7 @@ def test_wandb_gets_every_group_with_its_step_axis(tmp_path: Path, wandb: Any, c
     assert axes == {
         "train/epoch": None,
         "eval/epoch": None,
-        **{f"{group}/*": "eval/epoch" for group in ("eval", "eval_by_camera", "eval_change", "eval_floor")},
+        **{f"{group}/*": "eval/epoch" for group in ("eval", "eval_by_camera", "eval_change", "eval_floor", "fixed")},
         **{f"{group}/*": "train/epoch" for group in epoch_groups},
         "eval/x": "eval/epoch",
     }

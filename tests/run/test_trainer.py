@@ -73,6 +73,7 @@ def a_config(**changes) -> Config:
 def make_trainer(folder: Path, world: World, **changes) -> Trainer:
     config, policy = a_config(**changes), ToyPolicy()
     sampling = collector(world, policy, debug=config.debug, train_batch_size=4)
+    sampling.stream.sampler.dataset = ToyData()
     moving = updater(policy, world=world)
     rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
     progress = Progress(config.num_epochs, world)
@@ -367,6 +368,40 @@ def test_a_run_whose_copies_cannot_be_told_apart_does_not_begin(a_trainer):
     trainer.collector.rewards.rewards[0].broken = {(index, slot) for index in range(24) for slot in range(4)}
     with pytest.raises(NoSignalError, match=r"^brightness has no value for any copy .* the warnings above say why$"):
         trainer.evaluate_before()
+
+
+def test_fixed_conditions_are_recorded_beside_their_start_and_a_resumed_run_keeps_it(a_trainer, tmp_path):
+    settings = dataclasses.replace(a_config().eval, every=1, signal_groups=1)
+    first = a_trainer(eval=settings, num_epochs=2)
+    run(first)
+    names = "fixed/brightness", "fixed/brightness_start"
+    now, start = ([row[name] for row in metrics_of(tmp_path, name)] for name in names)
+    assert len(now) == 3 and start == [now[0]] * 3 and now[0] != now[1] != now[2]
+    assert metrics_of(tmp_path, "system/fixed_forward_equivalents")[0]["system/fixed_forward_equivalents"] > 0
+    resumed = a_trainer(eval=settings, num_epochs=3)
+    resumed.state.restore(checkpoint.published(tmp_path / "checkpoints")[-1], world=World())
+    assert resumed.state.fixed == {"brightness": now[0]}
+    other = a_trainer(eval=dataclasses.replace(settings, signal_groups=2), num_epochs=3)  # other conditions
+    other.state.restore(checkpoint.published(tmp_path / "checkpoints")[-1], world=World())
+    other.evaluate()
+    assert other.state.fixed != {"brightness": now[0]}
+
+
+@pytest.mark.parametrize(
+    ("split", "gold", "ends"), [("tune", True, True), ("report", True, False), ("tune", False, False)]
+)
+def test_a_reward_that_rises_while_the_gold_camera_gets_worse_ends_the_run(a_trainer, split, gold, ends):
+    trainer = a_trainer(eval=dataclasses.replace(a_config().eval, split=split, every=1))
+    trainer.evaluator.gold = mock.Mock() if gold else None
+    columns = {"brightness": [0.5, 0.6, 0.5, 0.6, 0.55, 0.5], "trans_err_m": [0.2, 0.21, 0.2, 0.22, 0.2, 0.21]}
+    labels = tuple("abcdef"), ("c",) * 6, ("",) * 6
+    before = Table(*labels, {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()})
+    trainer.state.before = {f"eval/{name}": mean for name, mean in before.means().items()}
+    trainer.state.table_before = before
+    after = Table(*labels, {name: 1.2 * column for name, column in before.values.items()})
+    trainer.state.finished, trainer._evaluated = 1, (1, Evaluation(after, []))
+    with pytest.raises(BrokenPolicyError, match="eval/hacked") if ends else contextlib.nullcontext():
+        trainer.evaluate_if_due()
 
 
 def test_a_resumed_run_makes_up_once_for_an_evaluation_that_was_due_and_failed(a_trainer, tmp_path):

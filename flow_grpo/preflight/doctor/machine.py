@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flow_grpo.models.adapters import trained_parameters
 from flow_grpo.preflight.doctor.findings import Finding, equal_on_ranks, finding
-from flow_grpo.preflight.doctor.probe import planned_keys, training_data
+from flow_grpo.preflight.doctor.probe import planned_keys
 from flow_grpo.run.trainer import Trainer
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints import checkpoint
@@ -41,7 +41,7 @@ def examine_machine(trainer: Trainer) -> Iterator[Finding]:
     copies = 3 + (trainer.state.ema is not None)  # weights, two moments, EMA
     weights = sum(parameter.numel() for parameter in trained_parameters(trainer.updater.policy.module).values())
     yield check_disk(folder, 4 * copies * weights, config.checkpoint.keep + bool(config.checkpoint.best))
-    pixels = sum(math.prod(training_data(trainer).size_of(index)) for *_, index in planned_keys(trainer))
+    pixels = sum(math.prod(trainer.training_data.size_of(index)) for *_, index in planned_keys(trainer))
     batch_bytes = pixels * 3 * 4 * 2  # channels, bytes of fp32, source and target
     yield check_shared_memory(batch_bytes, config.data.num_workers, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     yield check_versions(world)

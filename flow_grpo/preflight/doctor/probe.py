@@ -20,7 +20,6 @@ from flow_grpo.algorithm.rollout.batching import full_batches
 from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.data.k_repeat_sampler import SampleKey
-from flow_grpo.judging.evaluate import ConditionSource
 from flow_grpo.maths.sde import log_prob, per_sample
 from flow_grpo.preflight.doctor.findings import Finding, finding
 from flow_grpo.records import Condition, Samples
@@ -122,22 +121,17 @@ def bit_exact(trainer: Trainer) -> bool:
     return trainer.device.type == "cpu" and model.dtype == "fp32" and not model.compile
 
 
-def training_data(trainer: Trainer) -> ConditionSource:
-    """Return the training conditions by index."""
-    return cast(ConditionSource, trainer.state.sampler.dataset)
-
-
 def planned_keys(trainer: Trainer) -> list[SampleKey]:
     """Return this rank's next batch as the sampler plans it, or its part of one video size; nothing is consumed."""
     sampler = trainer.state.sampler
     planned = sampler.plan(sampler.next_step)[sampler.rank]
-    first = full_batches([training_data(trainer).size_of(key[3]) for key in planned], len(planned))[0]
+    first = full_batches([trainer.training_data.size_of(key[3]) for key in planned], len(planned))[0]
     return [planned[row] for row in first]
 
 
 def planned_conditions(trainer: Trainer) -> tuple[Condition, ...]:
     """Load their conditions."""
-    data = training_data(trainer)
+    data = trainer.training_data
     return tuple(data.condition(index, gid, slot) for _, gid, slot, index in planned_keys(trainer))
 
 

@@ -18,7 +18,7 @@ from flow_grpo.judging.reward_signal import Signal, measure_signal
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.reward_rules import gate
 from flow_grpo.preflight.doctor.findings import Finding, finding
-from flow_grpo.preflight.doctor.probe import planned_keys, training_data
+from flow_grpo.preflight.doctor.probe import planned_keys
 from flow_grpo.records import Condition
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.run.trainer import Trainer
@@ -52,7 +52,7 @@ def examine_rewards(trainer: Trainer) -> Iterator[Finding]:
 
 
 def _order_of_views(trainer: Trainer) -> list[Finding]:
-    data, config, first = training_data(trainer), trainer.config.reward, trainer.state.finished
+    data, config, first = trainer.training_data, trainer.config.reward, trainer.state.finished
     indices = dict.fromkeys([*(key[3] for key in planned_keys(trainer)), *range(min(len(data), 4 * CONDITIONS))])
     known = [condition for condition in map(data.condition, indices) if condition.target_video is not None]
     if not known:
@@ -145,7 +145,7 @@ def examine_signal(trainer: Trainer) -> Iterator[Finding]:
     """Check how the rewards spread inside one group a rank."""
     if traits_of(trainer.config).replays_steps:
         weights = largest_weights(trainer.config)
-        yield check_signal(measure_signal(trainer.collector, training_data(trainer), weights, groups=1))
+        yield check_signal(measure_signal(trainer.collector, trainer.training_data, weights, groups=1))
     else:
         objective = trainer.config.train.objective
         yield finding("signal", f"train.objective={objective!r} learns from whole samples: all of the spread counts")

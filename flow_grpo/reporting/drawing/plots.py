@@ -178,6 +178,7 @@ def _draw_metric(axes: Any, runs: Sequence[Rows], name: str) -> None:
         smooth = len(values) >= _SMOOTH_FROM
         thin: dict[str, Any] = {"lw": 0.8, "alpha": 0.45} if smooth else {}
         axes.plot(steps, values, color=colour, label="mean" if alone else None, **thin)
+        _draw_fixed(axes, runs, name)
         if smooth:  # a centred window of a tenth of the points, truncated at the ends
             window = np.ones(max(3, len(values) // 10) | 1)
             means = np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
@@ -187,6 +188,17 @@ def _draw_metric(axes: Any, runs: Sequence[Rows], name: str) -> None:
         axes.axhline(floor[-1], color=GREY, ls="--", lw=1.2, label="floor: the estimator on true videos")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="best")
+
+
+def _draw_fixed(axes: Any, runs: Sequence[Rows], name: str) -> None:
+    # Of one run: its reward on conditions that stay the same, now and at the start, without the luck of an epoch's.
+    if len(runs) > 1:
+        return
+    rows, fixed = runs[0], name.replace("reward/", "fixed/", 1).removesuffix("_mean")
+    (steps, now), (_, start) = points(rows, fixed), points(rows, f"{fixed}_start")
+    if len(now) > 1:
+        axes.plot(steps, now, color=ORANGE, marker="o", ms=4, lw=1.2, label="fixed conditions")
+        axes.plot(steps, start, color=GREY, ls="--", lw=1.2, label="the same, at the start")
 
 
 def _interval(rows: Rows, name: str) -> tuple[NDArray[Any], NDArray[Any]]:

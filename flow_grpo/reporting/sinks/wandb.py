@@ -18,7 +18,7 @@ HOSTS = ("api.forge.coreweave.com", "api.wandb.ai")  # where `wandb login` logs 
 
 
 class Wandb:
-    """A `Sink`. Evaluation sections have the step axis `eval/epoch`, all others `train/epoch`."""
+    """A `Sink`. Sections of evaluations have the step axis `eval/epoch`, all others `train/epoch`."""
 
     def __init__(self, opening: Opening) -> None:
         self._library: Any = importlib.import_module("wandb")
@@ -71,7 +71,7 @@ class Wandb:
 
 def axis_of(name: str) -> str:
     """Return the step axis of a metric or section: evaluations are rarer than epochs."""
-    return "eval/epoch" if name.startswith("eval") else "train/epoch"
+    return "eval/epoch" if name.startswith(("eval", "fixed")) else "train/epoch"
 
 
 def key_is_set() -> bool:
