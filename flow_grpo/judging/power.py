@@ -74,5 +74,5 @@ def in_words(spreads: Mapping[str, float], conditions: int, scenes: int) -> str:
     if not spreads:
         return text
     most = max(spreads.values())
-    needs = [f"{change:.0%} of all {scenes_needed(change, most)}" for change in WANTED]
-    return f"{text}; {', '.join(needs)} conditions of as many scenes"
+    needs = [f"{change:.0%} needs {scenes_needed(change, most)} conditions" for change in WANTED]
+    return f"{text}; {', '.join(needs)}, each of a scene of its own"

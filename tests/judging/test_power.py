@@ -66,4 +66,4 @@ def scaled(table: Table, factor: float) -> Table:
 )
 def test_it_is_said_in_words(scenes, text):
     said = in_words({"eval/trans_err_m": 0.4}, 10, scenes)
-    assert text in said and "10% of all" in said and said.endswith("conditions of as many scenes")
+    assert text in said and "; 10% needs " in said and said.endswith(" conditions, each of a scene of its own")
