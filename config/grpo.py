@@ -261,6 +261,7 @@ def tiny_recam() -> ConfigDict:
     config.eval.batch_size = 16
     config.eval.num_steps = 8
     config.eval.gold = "room_pose"
+    config.eval.signal_groups = 4  # 8 fixed conditions on 2 ranks: 2 % of the run's forwards
     config.eval.videos = 8
     config.checkpoint.every = 50
     return config
@@ -277,6 +278,7 @@ def tiny_recam_hacking() -> ConfigDict:
     config.eval.every = 10
     config.reward.weights = ConfigDict({"target_view": 0.0, "target_psnr": 0.0, "sharpness": 1.0})
     config.eval.split = "tune"  # where eval/hacked may end the run
+    config.eval.num_conditions = 80  # all
     return config
 
 

@@ -1,0 +1,58 @@
+r"""Train the four runs of config/healthy_run.py and draw docs/healthy_run.png: normal, flat, hacked and collapsing.
+
+python tools/dev/healthy_run.py     # ten minutes on two cores; runs that are there are only drawn
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script from anywhere
+
+import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
+
+from flow_grpo.judging.verdict import direction
+from flow_grpo.reporting.drawing.plots import draw_panel, panel_of_metric
+from flow_grpo.reporting.drawing.style import new_figure, styled
+from tools.common import launcher, make_parser
+from tools.run_folder import Run, read_run
+
+ROOT = Path(__file__).resolve().parents[2]
+RUNS = ("normal", "flat", "hacked", "collapsing")
+HELD_OUT = ("eval/trans_err_m", "eval/residual")
+
+
+def main() -> int:
+    make_parser(__doc__).parse_args()
+    for name in RUNS:
+        folder = ROOT / "outputs" / "healthy_run" / name
+        if not (folder / "metrics.jsonl").exists():
+            command = [*launcher(2), "train_grpo.py", "--config", f"config/healthy_run.py:{name}"]
+            command += [f"--config.run_name={name}", f"--config.output_root={folder.parent}"]
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            ended = subprocess.run(command, cwd=ROOT, env=environment, check=False)  # 2 where a rule has stopped it
+            print(f"{name} ended with code {ended.returncode}", flush=True)
+    draw([read_run(ROOT / "outputs" / "healthy_run" / name) for name in RUNS], ROOT / "docs" / "healthy_run.png")
+    return 0
+
+
+@styled()
+def draw(runs: list[Run], file: Path) -> None:
+    """Draw a column a run: its first trained reward with that on fixed conditions, its camera and its picture."""
+    figure = new_figure(figsize=(4.3 * len(runs), 9.5), dpi=90, layout="constrained")
+    for column, (title, run) in enumerate(zip(RUNS, runs, strict=True)):
+        trained = next(name for name, weight in run.config.reward.weights.items() if weight)
+        for row, name in enumerate((f"reward/{trained}_mean", *HELD_OUT)):
+            axes = figure.add_subplot(1 + len(HELD_OUT), len(runs), row * len(runs) + column + 1)
+            panel = panel_of_metric([run.rows], name, lambda name: direction(name, ()))
+            axes.set_title(f"{title}: {panel.title}" if row == 0 else panel.title)
+            draw_panel(axes, panel)
+    figure.supxlabel("epoch")
+    figure.savefig(file)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
