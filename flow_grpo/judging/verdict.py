@@ -36,7 +36,7 @@ class Verdict:
     """The verdict on a run."""
 
     # "better" or "worse" where the aspects agree, "mixed" where they do not, else "unclear": also where an aspect got
-    # better and the other is not judged.
+    # better and another is not judged, and where only the true view is nearer.
     overall: str
     aspects: dict[str, str]  # aspect -> such a word, or why it is not judged
     metrics: dict[str, str]  # `eval/` name -> "better", "worse" or "unclear"
@@ -103,7 +103,7 @@ def judge(
     aspects = {part: _common([found[name] for name in own]) for part, own in parts.items()}
     overall = _common(list(aspects.values()))
     missing = [part for part in NOT_JUDGED if filmed and part not in aspects]
-    if missing and overall == "better":
+    if filmed and overall == "better" and (missing or "better" not in (aspects[CAMERA], aspects[PICTURE])):
         overall = "unclear"
     words = []
     for part, own in parts.items():

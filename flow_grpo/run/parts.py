@@ -125,7 +125,9 @@ def build_evaluator(config: Config, policy: Policy, held_out: Split, world: Worl
             f"has a {needed}; pass --config.eval.gold= and judge "
             "checkpoints with tools/evaluate.py --checkpoint"
         )
-    similarity = {} if config.data.prompts else {"target_view": 0.0}  # prompts have no true view
-    measured = build_rewards(config, similarity | config.reward.weights, world)
+    first, beside = held_out.condition(0), {}
+    if first.source_video is not None:  # a prompt has neither source nor true view
+        beside = {"source_texture" if first.target_video is None else "target_view": 0.0}
+    measured = build_rewards(config, beside | config.reward.weights, world)
     gold = build_reward(evaluation.gold, data_root=config.data.root) if evaluation.gold else None
     return Evaluator(policy, held_out, measured, gold, config, world)

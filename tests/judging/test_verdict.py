@@ -72,8 +72,10 @@ def test_where_only_what_was_trained_rises_the_run_is_unclear():
         name: (0.0 if name.endswith(("_deg", "_m", "residual")) else mean, *rest)
         for name, (mean, *rest) in DEMO.items()
     }
-    assert judged(flat, twins={"eval/target_view_psnr_db"}).overall == "unclear"
-    assert judged(flat).overall == "better"  # its twin, measured under another name, would have decided
+    verdict = judged(flat, twins={"eval/target_view_psnr_db"})
+    assert (verdict.overall, verdict.aspects) == ("unclear", {"camera": "unclear", "picture": "unclear"})
+    # Neither does the true view alone, if it were not the trained reward under another name.
+    assert (judged(flat).overall, judged(flat).aspects["true view"]) == ("unclear", "better")
 
 
 def test_a_spoiled_picture_alone_and_both_aspects_worse():

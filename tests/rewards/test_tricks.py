@@ -18,7 +18,8 @@ from flow_grpo.rewards.target_view import TargetPsnr, TargetView
 from tests.tricks import COMMANDS, EXACT, HARMLESS, stage
 
 SIZE, FRAMES = (120, 208), 5
-NEEDS_MORE = {"room_pose", "room_rot", "room_trans"}  # of a known room, which no real video has
+# Of a known room, which no real video has; or a measure to judge by, of which a copy of the source is best.
+NEEDS_MORE = {"room_pose", "room_rot", "room_trans", "source_texture"}
 # Tricks that each reward must notice.
 NOTICES = {
     "pose_rot": ("static first frame", "copied source", "reversed", "0.5 of the speed", "1.5 of the speed", "mirrored"),

@@ -1,5 +1,6 @@
 """The parts of a run are made as the recipe says."""
 
+import dataclasses
 import types
 from pathlib import Path
 
@@ -77,7 +78,7 @@ def test_evaluation_takes_training_s_guidance_unless_it_has_its_own(world, chang
         "eval.guidance_scale=5",
         "eval.gold=",
         "data.reference=target",
-        "data.num_frames=9",
+        "data.height=16",
     ],
 )
 def test_what_an_evaluation_depends_on_tells_different_ones_apart(world, change):
@@ -86,6 +87,16 @@ def test_what_an_evaluation_depends_on_tells_different_ones_apart(world, change)
         return build.build_evaluator(config, None, held_out_data(config.data, config.eval), World()).measured_on
 
     assert measured_on(f"--config.{change}") != measured_on() == measured_on()
+
+
+def test_the_picture_is_judged_beside_the_true_view_or_the_source_whichever_there_is(world):
+    config = settings(world, "--config.eval.num_conditions=4")
+    held_out = held_out_data(config.data, config.eval)
+    assert "target_view" in build.build_evaluator(config, None, held_out, World()).names
+    read = held_out.condition
+    held_out.condition = lambda *given: dataclasses.replace(read(*given), target_video=None)
+    names = build.build_evaluator(config, None, held_out, World()).names
+    assert "source_texture" in names and "target_view" not in names
 
 
 def test_servers_and_their_timeouts_reach_the_rewards(world):
