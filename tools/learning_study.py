@@ -16,7 +16,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -28,8 +29,12 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from flow_grpo.runtime.atomic_file import write_atomically
+from flow_grpo.judging.verdict import TRUE_VIEW, judge
+from flow_grpo.maths.bootstrap import Interval
 from flow_grpo.run.starts import commit
+from flow_grpo.runtime.atomic_file import write_atomically
+from flow_grpo.settings.checks import largest_weights
+from flow_grpo.settings.loading import load_config
 from tools.common import fail, launcher, make_parser, markdown_table
 from tools.run_folder import Run, read_run
 
@@ -37,11 +42,18 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "learning"
 PAGE, PLOT = ROOT / "docs" / "learning.md", ROOT / "docs" / "learning.png"
 BEGIN, END = "<!-- begin of the generated part -->", "<!-- end of the generated part -->"
-GOLD = {
-    "eval/trans_err_m": "TransErr m",
-    "eval/rot_err_deg": "RotErr °",
-    "eval/target_view_psnr_db": "PSNR dB",
+MEASURES = {  # -> title and decimals; what a record lacks is not shown
+    "eval/trans_err_m": ("TransErr m", 3),
+    "eval/rot_err_deg": ("RotErr °", 3),
+    "eval/residual": ("residual (colours 0..1)", 4),
+    "eval/found_path_psnr_db": ("PSNR on the found path dB", 3),
+    "eval/target_view_psnr_db": ("PSNR dB (trained)", 3),
 }
+NOTE = """\
+The verdict on every seed is that of `flow_grpo/judging/verdict.py`: on camera and picture, by what no reward trained.
+PSNR is trained in all rows, as `target_psnr`, and is no independent measure. The residual is the rms colour error that
+the gold estimator's poses leave: more is worse. Intervals are by scene and widened by t for 16 scenes; those by kind of
+camera hold for all ten kinds together, so that one star among the ten counts."""
 EVERY = 10  # epochs between evaluations
 BY_CAMERA = ("demo", "twin")  # variants with a table of their own
 
@@ -178,15 +190,17 @@ def outcome(run: Run) -> dict[str, Any]:
     for step, row in run.rows.items():
         seconds += row.get("time/epoch_s", 0.0)
         forwards = row.get("system/forward_equivalents", forwards)
-        if all(metric in row for metric in GOLD):
+        if values := {metric: row[metric] for metric in MEASURES if metric in row}:
             place = {"epoch": float(step), "forward_equivalents": forwards, "minutes": round(seconds / 60, 2)}
-            curve.append(place | {metric: row[metric] for metric in GOLD})
+            curve.append(place | values)
     summary = run.summary
     assert summary is not None
     by_camera = {
-        camera: {metric: changes[metric] for metric in GOLD} for camera, changes in summary.change_by_camera.items()
+        camera: {metric: changes[metric] for metric in MEASURES if metric in changes}
+        for camera, changes in summary.change_by_camera.items()
     }
-    return {"before": summary.before, "after": summary.after, "change_by_camera": by_camera, "curve": curve}
+    ends = {"before": summary.before, "after": summary.after, "floor": summary.floor}
+    return ends | {"change_by_camera": by_camera, "curve": curve}
 
 
 def load_records() -> dict[str, list[dict[str, Any]]]:
@@ -201,7 +215,7 @@ def load_records() -> dict[str, list[dict[str, Any]]]:
 def write_report(records: dict[str, list[dict[str, Any]]]) -> None:
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
-    lines = [BEGIN, "", *table(records), ""]
+    lines = [BEGIN, "", NOTE, "", *table(records), ""]
     for name in BY_CAMERA:
         if name in records:
             lines += [f"By kind of camera, {VARIANTS[name].title}:", "", *table_by_camera(records[name]), ""]
@@ -211,52 +225,78 @@ def write_report(records: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def table(records: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Return Markdown lines: per variant the change of every reference metric by seed, its F and its minutes."""
-    rows = []
+    """Return Markdown lines: per variant verdict and change of every measure by seed, its F and its minutes."""
+    rows, shown = [], in_all(run["before"] for runs in records.values() for run in runs)
     for name, runs in records.items():
         ends = [(run["before"], run["after"]) for run in runs]
         changes = [
-            in_words([(after[metric] - before[metric], *after[f"{metric}_ci95"]) for before, after in ends])
-            for metric in GOLD
+            in_words(metric, [(after[metric] - before[metric], *after[f"{metric}_ci95"]) for before, after in ends])
+            for metric in shown
         ]
         last = [run["curve"][-1] for run in runs]
         seeds = ", ".join(str(run["seed"]) for run in runs)
         work = fmean([point["forward_equivalents"] for point in last]) / 1000
         minutes = fmean([point["minutes"] for point in last])
-        rows.append([VARIANTS[name].title, seeds, *changes, f"{work:.1f}", f"{minutes:.1f}"])
-    head = ["variant", "seeds", *(f"change of {name}" for name in GOLD.values()), "thousand F", "minutes"]
-    return markdown_table(head, rows)
+        rows.append([VARIANTS[name].title, seeds, verdicts(name, runs), *changes, f"{work:.1f}", f"{minutes:.1f}"])
+    titles = [f"change of {MEASURES[metric][0]}" for metric in shown]
+    return markdown_table(["variant", "seeds", "verdict", *titles, "thousand F", "minutes"], rows)
+
+
+def verdicts(name: str, runs: Sequence[dict[str, Any]]) -> str:
+    """Return the verdicts on runs of a variant, such as "mixed ×2, unclear"."""
+    knobs = [f"--config.{knob}={value}" for knob, value in VARIANTS[name].overrides.items()]
+    config = load_config(f"{ROOT}/config/grpo.py:{VARIANTS[name].recipe}", knobs)
+    weights, found = largest_weights(config), Counter[str]()
+    trained = {f"eval/{reward}" for reward, weight in weights.items() if weight}
+    names = [TRUE_VIEW, *weights, config.eval.gold]
+    for run in runs:
+        before, after = run["before"], run["after"]
+        known = [metric for metric in before if f"{metric}_ci95" in after]
+        changes = {m: Interval(after[m] - before[m], *after[f"{m}_ci95"], rows=0, groups=0) for m in known}
+        own = [(before[m], after[m]) for m in known if m in trained]
+        twins = {m for m in known for b, a in own if max(abs(before[m] - b), abs(after[m] - a)) < 1e-9}
+        floors = {metric.replace("eval_floor/", "eval/"): value for metric, value in run.get("floor", {}).items()}
+        found[judge(changes, names, weights, before=before, floors=floors, twins=twins).overall] += 1
+    return ", ".join(word + (f" ×{count}" if count > 1 else "") for word, count in found.items())
+
+
+def in_all(places: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the measures that every one of `places` has."""
+    common = set(MEASURES).intersection(*places)
+    return [metric for metric in MEASURES if metric in common]
 
 
 def table_by_camera(runs: Sequence[dict[str, Any]]) -> list[str]:
-    rows = []
+    rows, shown = [], in_all(kind for run in runs for kind in run["change_by_camera"].values())
     for camera in sorted(runs[0]["change_by_camera"]):
         found = [run["change_by_camera"][camera] for run in runs]
-        rows.append([camera, *(in_words([run[metric] for run in found]) for metric in GOLD)])
-    return markdown_table(["camera", *(f"change of {name}" for name in GOLD.values())], rows)
+        rows.append([camera, *(in_words(metric, [run[metric] for run in found]) for metric in shown)])
+    return markdown_table(["camera", *(f"change of {MEASURES[metric][0]}" for metric in shown)], rows)
 
 
-def in_words(found: Sequence[Sequence[float]]) -> str:
+def in_words(metric: str, found: Sequence[Sequence[float]]) -> str:
     """Return "mean (change of each seed)" of [change, low, high], a star where a seed's 95 % interval excludes 0."""
-    marks = [f"{change:+.3f}" + ("*" if low > 0 or high < 0 else "") for change, low, high in found]
-    return f"**{fmean([change for change, *_ in found]):+.3f}** ({', '.join(marks)})"
+    digits = MEASURES[metric][1]
+    marks = [f"{change:+.{digits}f}" + ("*" if low > 0 or high < 0 else "") for change, low, high in found]
+    return f"**{fmean([change for change, *_ in found]):+.{digits}f}** ({', '.join(marks)})"
 
 
 def draw(records: dict[str, list[dict[str, Any]]]) -> None:
-    """Draw every reference metric against F and against minutes: mean over the seeds, and their range."""
-    figure = Figure(figsize=(12, 7), layout="constrained")
+    """Draw every measure against F and against minutes: mean over the seeds, and their range."""
+    shown = in_all(point for runs in records.values() for run in runs for point in run["curve"])
+    figure = Figure(figsize=(4 * len(shown), 7), layout="constrained")
     FigureCanvasAgg(figure)
     axes = (("forward_equivalents", 1000, "thousand forward-equivalents"), ("minutes", 1, "minutes of training"))
     for row, (axis, scale, unit) in enumerate(axes):
-        for column, (metric, title) in enumerate(GOLD.items()):
-            plot = figure.add_subplot(2, len(GOLD), row * len(GOLD) + column + 1)
+        for column, metric in enumerate(shown):
+            plot = figure.add_subplot(2, len(shown), row * len(shown) + column + 1)
             for name, runs in records.items():
                 points = list(zip(*(run["curve"] for run in runs), strict=False))
                 where = [fmean([point[axis] for point in same]) / scale for same in points]
                 (line,) = plot.plot(where, [fmean([point[metric] for point in same]) for same in points], label=name)
                 low, high = ([pick(point[metric] for point in same) for same in points] for pick in (min, max))
                 plot.fill_between(where, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-            plot.set(xlabel=unit, title=title)
+            plot.set(xlabel=unit, title=MEASURES[metric][0])
     lines, names = figure.axes[0].get_legend_handles_labels()
     figure.legend(lines, names, loc="outside lower center", ncols=len(names), fontsize=8)
     figure.savefig(PLOT, dpi=110)

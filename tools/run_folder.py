@@ -64,6 +64,7 @@ class Summary:
     after: dict[str, float | list[float] | None] = dataclasses.field(default_factory=dict)
     verdict: Judgement | None = None
     change_by_camera: dict[str, dict[str, list[float]]] = dataclasses.field(default_factory=dict)
+    floor: dict[str, float | None] = dataclasses.field(default_factory=dict)  # `eval_floor/` names
     measured_on: dict[str, Any] = dataclasses.field(default_factory=dict)
     train_seconds: float = math.nan
 

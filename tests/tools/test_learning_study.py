@@ -5,11 +5,12 @@ import subprocess
 
 import pytest
 
+from flow_grpo.settings.checks import largest_weights
 from flow_grpo.settings.loading import load_config
 from tools import learning_study as study
 from tools.run_folder import read_run
 
-GOLD = list(study.GOLD)
+MEASURES = list(study.MEASURES)
 
 
 @pytest.fixture
@@ -21,28 +22,29 @@ def places(tmp_path, monkeypatch):
 
 
 def leave_run(folder, *, errors: list[float]) -> None:
-    """Write what a finished run of two epochs leaves; `errors` are the gold metrics before, between and after."""
+    """Write what a finished run of two epochs leaves; `errors` are the measures before, between and after."""
     (folder / "starts").mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     start = {"time": "", "recipe": "", "ranks": 2, "device": "device cpu", "config": {}}
     (folder / "starts" / "001.json").write_text(json.dumps(start))
     rows = [
-        {"step": 0} | dict.fromkeys(GOLD, errors[0]),
+        {"step": 0} | dict.fromkeys(MEASURES, errors[0]),
         {"step": 1, "time/epoch_s": 30.0, "system/forward_equivalents": 500.0},
-        {"step": 2, "time/epoch_s": 60.0, "system/forward_equivalents": 1000.0} | dict.fromkeys(GOLD, 0.25),
+        {"step": 2, "time/epoch_s": 60.0, "system/forward_equivalents": 1000.0} | dict.fromkeys(MEASURES, 0.25),
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    after = dict.fromkeys(GOLD, errors[-1]) | {f"{name}_ci95": [-0.9, -0.1] for name in GOLD}
-    by_camera = {"pan_left": {name: [errors[-1] - errors[0], -0.3, 0.1] for name in GOLD}}
-    summary = {"before": dict.fromkeys(GOLD, errors[0]), "after": after, "change_by_camera": by_camera}
+    after = dict.fromkeys(MEASURES, errors[-1]) | {f"{name}_ci95": [-0.9, -0.1] for name in MEASURES}
+    by_camera = {"pan_left": {name: [errors[-1] - errors[0], -0.3, 0.1] for name in MEASURES}}
+    summary = {"before": dict.fromkeys(MEASURES, errors[0]), "after": after, "change_by_camera": by_camera}
     (folder / "summary.json").write_text(json.dumps(summary))
 
 
 @pytest.mark.parametrize("name", study.VARIANTS)
-def test_every_variant_is_a_setting_that_works(name):
+def test_every_variant_is_a_setting_that_works_and_trains_psnr(name):
     variant = study.VARIANTS[name]
     words = [f"--config.{knob}={value}" for knob, value in variant.overrides.items()]
-    load_config(f"{study.ROOT}/config/grpo.py:{variant.recipe}", words)
+    config = load_config(f"{study.ROOT}/config/grpo.py:{variant.recipe}", words)
+    assert largest_weights(config)["target_psnr"] > 0
 
 
 def test_a_run_leaves_a_record_once_and_goes_on_from_its_checkpoint(places, monkeypatch):
@@ -62,7 +64,8 @@ def test_a_run_leaves_a_record_once_and_goes_on_from_its_checkpoint(places, monk
     assert "--config.seed=3" in training and "--config.reward.weights=target_view=1,target_psnr=1" in training
     record = json.loads((places / "records" / "today_3.json").read_text())
     assert [point["epoch"] for point in record["curve"]] == [0, 2]
-    assert record["curve"][1] == {"epoch": 2, "forward_equivalents": 1000, "minutes": 1.5} | dict.fromkeys(GOLD, 0.25)
+    place = {"epoch": 2, "forward_equivalents": 1000, "minutes": 1.5}
+    assert record["curve"][1] == place | dict.fromkeys(MEASURES, 0.25)
     assert record["commit"] == "abc" and record["overrides"] == study.TODAY
     commands.clear()
     assert study.main(words) == 0 and not commands
@@ -83,12 +86,30 @@ def test_the_report_replaces_only_its_own_part_and_marks_what_is_certain(places,
         folder = places / str(seed)
         leave_run(folder, errors=[1.0, end])
         record = {"variant": "today", "seed": seed} | study.outcome(read_run(folder))
+        if seed == 0:
+            record["before"].pop("eval/found_path_psnr_db")  # as in records of earlier versions
         (study.RECORDS / f"today_{seed}.json").write_text(json.dumps(record))
-    study.PAGE.write_text(f"above\n{study.BEGIN}\nold\n{study.END}\nbelow\n")
+    study.PAGE.write_text(f"above\n{study.BEGIN}\nstale\n{study.END}\nbelow\n")
     assert study.main(["--report"]) == 0
     text = study.PAGE.read_text()
-    assert text.startswith(f"above\n{study.BEGIN}\n") and text.endswith(f"{study.END}\nbelow\n") and "old" not in text
-    assert "| the demo before this study | 0, 1 | **-0.300** (-0.200*, -0.400*) |" in text
+    assert text.startswith(f"above\n{study.BEGIN}\n") and text.endswith(f"{study.END}\nbelow\n") and "stale" not in text
+    assert "| the demo before this study | 0, 1 | better, mixed | **-0.300** (-0.200*, -0.400*) |" in text
+    assert "| **-0.3000** (-0.2000*, -0.4000*) |" in text and study.NOTE in text
+    assert text.count("change of PSNR on the found path dB") == 1  # by camera, where both have it
     assert "| 1.0 | 1.5 |" in text
     assert "| pan_left | **-0.300** (-0.200, -0.400) |" in text
     assert study.PLOT.stat().st_size > 10_000
+
+
+def test_verdicts_are_by_what_no_reward_trained_and_by_the_floor_where_there_is_one():
+    names = ("eval/trans_err_m", "eval/residual", "eval/target_psnr", "eval/target_view_psnr_db")
+    before = dict(zip(names, (0.2, 0.03, 20.0, 20.0), strict=True))
+
+    def run(residual: float) -> dict:
+        changes = dict(zip(before, (-0.1, residual, -1.0, -1.0), strict=True))
+        after = {name: before[name] + change for name, change in changes.items()}
+        return {"before": before, "after": after | {f"{name}_ci95": [c, c] for name, c in changes.items()}}
+
+    better, worse = run(-0.003), run(0.001)
+    assert study.verdicts("demo", [better, worse, better]) == "better ×2, mixed"
+    assert study.verdicts("demo", [worse | {"floor": {"eval_floor/residual": 0.03}}]) == "better"
