@@ -14,7 +14,7 @@ def normal() -> ConfigDict:
     config.eval.every = 10
     config.eval.split = "tune"
     config.eval.num_conditions = 80
-    config.eval.signal_groups = 2
+    config.eval.fixed_conditions = 32
     return config
 
 
@@ -30,7 +30,7 @@ def flat() -> ConfigDict:
 def hacked() -> ConfigDict:
     """One narrow reward."""
     config = tiny_recam_hacking()
-    config.eval.signal_groups = 2
+    config.eval.fixed_conditions = 32
     return config
 
 

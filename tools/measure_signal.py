@@ -94,7 +94,7 @@ def compare_tails(trainer: Trainer, groups: int, tails: Sequence[int]) -> list[d
         levels = tail_levels(sample.num_steps, sample.shift, tail) if tail else None
         sampling = dataclasses.replace(collector.sampling, tails=levels, record=False)
         first = world.data.rank * groups
-        parts = [sample_group(collector, data, sampling, gid, gid % len(data)) for gid in range(first, first + groups)]
+        parts = [sample_group(collector, data, sampling, gid) for gid in range(first, first + groups)]
         found[tail] = {name: world.data.all_gather(torch.stack([one[name] for one in parts])) for name in parts[0]}
     return [
         {

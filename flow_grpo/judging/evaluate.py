@@ -101,6 +101,7 @@ class Evaluator:
         gold: an estimator that no reward uses, or None; its metrics have no prefix.
         config: the recipe, of which `eval` says how to measure.
         world: who shares the work.
+        sampling: how to denoise; None is deterministic, in `eval.num_steps`.
     """
 
     def __init__(
@@ -111,7 +112,10 @@ class Evaluator:
         gold: Reward | None,
         config: Config,
         world: World,
+        sampling: Sampling | None = None,
     ) -> None:
+        sigmas = flow_sigmas(config.eval.num_steps, config.sample.shift)
+        self.sampling = sampling or Sampling(sigmas, ODE, seed=key("eval", "noise"))
         self.indices = held_out_indices(dataset, config.eval.num_conditions)
         self.policy = policy
         self.dataset = dataset
@@ -245,9 +249,7 @@ class Evaluator:
 
     def _sample(self, rows: Sequence[int]) -> tuple[list[Condition], Tensor]:
         loading = (self.dataset.condition(self.indices[row], gid=self.indices[row]) for row in rows)
-        sigmas = flow_sigmas(self.config.eval.num_steps, self.config.sample.shift)
-        deterministic = Sampling(sigmas, ODE, seed=key("eval", "noise"))
-        return sample(self.policy, loading, deterministic, self.world, "evaluation", eval_guidance(self.config))
+        return sample(self.policy, loading, self.sampling, self.world, "evaluation", eval_guidance(self.config))
 
     def _measure(self, videos: Tensor, conditions: Sequence[Condition]) -> Table:
         columns: dict[str, Tensor] = {}

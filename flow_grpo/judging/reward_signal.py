@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.rollout.scoring import decode, share_results
-from flow_grpo.judging.evaluate import ConditionSource, held_out_indices, sample
+from flow_grpo.judging.evaluate import ConditionSource, sample
 from flow_grpo.maths.keys import key
 from flow_grpo.records import RewardResult
 from flow_grpo.settings.errors import RunStoppedError
@@ -60,7 +60,6 @@ class Signal:
     spreads: Mapping[str, Spread]  # by reward
     weights: Mapping[str, float]  # by reward
     shared: bool  # the recipe's copies share their initial noise, so all of their spread is credited
-    means: Mapping[str, float] = dataclasses.field(default_factory=dict)  # by reward, over the samples of the recipe
 
     @property
     def inside(self) -> dict[str, float]:
@@ -105,13 +104,11 @@ def measure_signal(
 ) -> Signal:
     """Sample groups as the run does, from noise of their own; return what the rewards tell (collective call).
 
-    Conditions and noise are the same in every call, so that means of two calls differ by what was learned between them.
-
     The credit share needs groups with own and with shared initial noise; a recipe whose copies share theirs has none.
 
     Args:
         collector: collector of the run.
-        dataset: conditions to sample, of as many scenes as there are.
+        dataset: conditions to sample, the first ones of a fixed order.
         weights: reward name -> weight.
         groups: number of groups on every rank, for each kind of noise.
         both: sample with own initial noise although the recipe's copies share theirs; without, `Spread.own` is NaN.
@@ -120,37 +117,26 @@ def measure_signal(
     recipe_shares = sampling.same_initial_noise
     seed = key("signal", sampling.seed)
     found: dict[str, dict[bool, float]] = {name: {False: math.nan} for name in floors}
-    means: dict[str, float] = {}
-    own = range(world.data.rank * groups, (world.data.rank + 1) * groups)
-    indices = held_out_indices(dataset, min(len(dataset), world.data.size * groups))
-    nan = torch.tensor(torch.nan, dtype=torch.float64)
     for shared in (True,) if recipe_shares and not both else (False, True):
         one = dataclasses.replace(sampling, seed=seed, same_initial_noise=shared, record=False)
-        scored = [sample_group(collector, dataset, one, gid, indices[gid % len(indices)]) for gid in own]
+        scored = [sample_group(collector, dataset, one, world.data.rank * groups + number) for number in range(groups)]
         for name in floors:
             finite = [values[name][values[name].isfinite()] for values in scored]
+            nan = torch.tensor(torch.nan, dtype=torch.float64)
             variances = torch.stack([values.var() if len(values) > 1 else nan for values in finite])
             found[name][shared] = math.sqrt(float(world.data.all_gather(variances).nanmean()))
-            if shared == recipe_shares:
-                by_group = torch.stack([values.mean() if len(values) else nan for values in finite])
-                means[name] = float(world.data.all_gather(by_group).nanmean())
     spreads = {name: Spread(found[name][False], found[name][True], floor) for name, floor in floors.items()}
-    return Signal(spreads, weights, recipe_shares, means)
+    return Signal(spreads, weights, recipe_shares)
 
 
-def sample_group(
-    collector: Collector, dataset: ConditionSource, sampling: Sampling, gid: int, index: int
-) -> dict[str, Tensor]:
-    """Return reward name -> (k,) fp64 values of the copies of condition `index`, NaN where not valid (collective call).
-
-    Noise and stochastic steps are those of group `gid`.
-    """
+def sample_group(collector: Collector, dataset: ConditionSource, sampling: Sampling, gid: int) -> dict[str, Tensor]:
+    """Return reward name -> (k,) fp64 values of one condition's copies, NaN where not valid (collective call)."""
     policy, rewards, world = collector.policy, collector.rewards, collector.world
     copies, most = range(collector.config.sample.k), collector.config.sample.train_batch_size
     scored: list[dict[str, RewardResult]] = []
     for number, first in enumerate(copies[::most]):
         slots = copies[first : first + most]
-        loading = (dataset.condition(index, gid, slot) for slot in slots)
+        loading = (dataset.condition(gid % len(dataset), gid, slot) for slot in slots)
         conditions, latents = sample(policy, loading, sampling, world, "measuring the signal")
         with world.sync_errors("measuring the signal"):
             rows = world.dealt_rows(number, len(slots))

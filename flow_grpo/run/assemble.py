@@ -99,6 +99,7 @@ def assemble(config: Config, spec: str, device: torch.device, world: World, ledg
         dynamic_sampling=parts.build_dynamic_sampling(config, rewards, progress, world),
         cameras=pooled(train.cameras()),
         from_own=from_own,
+        fixed=parts.build_fixed(config, policy, train, world),
         makes_videos=is_video_model(config.model.kind),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,11 +16,13 @@ from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.splits import Split
 from flow_grpo.judging.evaluate import Evaluator
+from flow_grpo.maths.keys import key
 from flow_grpo.models.policy import Policy
 from flow_grpo.reporting.console import Progress
 from flow_grpo.rewards.base import SCENE_FILES, RewardSet, build_reward, build_reward_set
 from flow_grpo.run.run_state import RunState
 from flow_grpo.runtime.ranks.process_group import World
+from flow_grpo.settings.checks import largest_weights
 from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.sampling import sampling_of
 from flow_grpo.settings.schema import Config
@@ -131,3 +134,16 @@ def build_evaluator(config: Config, policy: Policy, held_out: Split, world: Worl
     measured = build_rewards(config, beside | config.reward.weights, world)
     gold = build_reward(evaluation.gold, data_root=config.data.root) if evaluation.gold else None
     return Evaluator(policy, held_out, measured, gold, config, world)
+
+
+def build_fixed(config: Config, policy: Policy, train: Split, world: World) -> Evaluator | None:
+    """Return the evaluator on training conditions that stay the same, sampled as in training; None without any."""
+    count = min(config.eval.fixed_conditions, len(train))
+    if not count:
+        return None
+    settings = dataclasses.replace(
+        config.eval, num_conditions=count, guidance_scale=None, negative_prompt=None, videos=0
+    )
+    sampling = dataclasses.replace(sampling_of(config), seed=key("fixed conditions"), record=False)
+    rewards = build_rewards(config, largest_weights(config), world)
+    return Evaluator(policy, train, rewards, None, dataclasses.replace(config, eval=settings), world, sampling)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -78,6 +77,7 @@ class Trainer:
     dynamic_sampling: DynamicSampling | None = None
     cameras: tuple[str, ...] = ()  # kind of camera of every training condition, for statistics; () keeps none
     from_own: bool = False  # the run resumes from its own checkpoint, so its state is already saved
+    fixed: Evaluator | None = None  # on training conditions that stay the same, sampled as in training
     makes_videos: bool = True  # tools/generate.py can make videos with the policy's model
     ledger: Ledger = dataclasses.field(default_factory=Ledger)  # seconds outside of epochs
 
@@ -306,7 +306,7 @@ class Trainer:
         if self._evaluated is None or self._evaluated[0] != step:
             self.ledger.book("time/log_s")
             evaluation = self.evaluator.run(self.weights())
-            signal = self._signal()
+            signal = self._signal() | self._on_fixed_conditions()
             seconds = {"time/evaluation_s": self.ledger.since()}
             with self.world.sync_errors("logging"):
                 changes = as_metrics(self.changes(evaluation), list(evaluation.metrics))
@@ -450,28 +450,32 @@ class Trainer:
         return self.config.eval.every > 0 and step % self.config.eval.every == 0
 
     def _signal(self) -> dict[str, float]:
-        """Sample fixed training conditions as training does: what of the rewards' spread counts, and their means.
+        """Return how much of the rewards' spread the update can credit, measured on held-out conditions."""
+        groups = self.config.eval.signal_groups
+        if not groups or not traits_of(self.config).replays_steps:
+            return {}
+        self._reward_signal = measure_signal(self.collector, self.evaluator.dataset, self.reward.weights, groups=groups)
+        self.collector.rewards.stats()  # of these requests, which are not training's
+        return self._reward_signal.metrics()
 
-        The means beside those at the start tell learning from the luck of an epoch's conditions.
+    def _on_fixed_conditions(self) -> dict[str, float]:
+        """Return the rewards on fixed training conditions, beside those at the start, and the forwards they took.
+
+        The weights are those of training, without averaging.
         """
-        groups, sampling = self.config.eval.signal_groups, self.collector.sampling
-        if not groups:
+        if self.fixed is None:
             return {}
         self.forwards.mark()
-        signal = measure_signal(self.collector, self.training_data, self.reward.weights, groups=groups)
-        self.collector.rewards.stats()  # of these requests, which are not training's
-        finite = {name: mean for name, mean in signal.means.items() if math.isfinite(mean)}
-        on = str(key("fixed conditions", str(sampling), str(self.config.sample), groups, self.world.data.size))
+        found = self.fixed.run().table.means()
+        on = str(key("fixed", str(self.fixed.sampling), str(self.fixed.indices), self.fixed.dataset.fingerprint()))
         if self.state.fixed_on != on:
-            self.state.fixed, self.state.fixed_on = finite, on
-        (forwards,) = self.world.data.all_gather_scalars({"forwards": self.forwards.since_mark()[0]}).values()
-        metrics = {f"fixed/{name}": mean for name, mean in finite.items()}
-        metrics |= {f"fixed/{name}_start": mean for name, mean in self.state.fixed.items()}
-        metrics["system/fixed_forward_equivalents"] = float(forwards.sum())
-        if not traits_of(self.config).replays_steps:
-            return metrics
-        self._reward_signal = signal
-        return metrics | signal.metrics()
+            self.state.fixed, self.state.fixed_on = found, on
+        (forwards,) = self.world.data.all_gather_scalars({"own": self.forwards.since_mark()[0]}).values()
+        metrics = {f"fixed/{name}": value for name, value in found.items() if name in self.fixed.rewards.weights}
+        metrics |= {
+            f"fixed/{name}_start": value for name, value in self.state.fixed.items() if f"fixed/{name}" in metrics
+        }
+        return metrics | {"system/fixed_forward_equivalents": float(forwards.sum())}
 
     def weights(self) -> AbstractContextManager[Any]:
         """Return a context that swaps in the weights to evaluate: their moving average if there is one."""

@@ -312,6 +312,9 @@ class EvalConfig(Section):
     negative_prompt: Text | None = knob(None, "its negative prompt; none takes sample.negative_prompt")
     gold: Literal["", "room_pose"] = knob("", "camera estimator that no reward uses; room_pose: tiny world only")
     signal_groups: Int = knob(1, "groups per rank that an evaluation samples for policy/credit_share; 0 none", ge=0)
+    fixed_conditions: Int = knob(
+        24, "training conditions that an evaluation samples as training does, always the same: fixed/; 0 none", ge=0
+    )
     videos: Int = knob(4, "videos written per evaluation, at most as many as rank 0 samples", ge=0)
 
 

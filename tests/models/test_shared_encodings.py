@@ -104,7 +104,7 @@ def _measured(world: World) -> tuple[int, int]:
     rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
     config = dataclasses.replace(Config(), sample=sample_config())
     sampling = Sampling(SIGMAS, SDE, seed=3, blocks=blocks_of(config.sample))
-    sample_group(Collector(made, Mock(), rewards, sampling, config, world), Held(), sampling, gid=2, index=2)
+    sample_group(Collector(made, Mock(), rewards, sampling, config, world), Held(), sampling, gid=2)
     of_group = made.codec.encode.call_count
     config = dataclasses.replace(config, eval=EvalConfig(num_conditions=3, batch_size=2, num_steps=2, videos=0))
     Evaluator(made, Held(), rewards, None, config, world).run()

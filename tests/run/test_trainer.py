@@ -40,6 +40,7 @@ from flow_grpo.runtime.ranks.process_group import Group, InputError, RankError, 
 from flow_grpo.settings.schema import CheckpointConfig, Config, DynamicSamplingConfig, EvalConfig
 from tests.judging.test_evaluate import ToyData
 from tests.toy import (
+    SIGMAS,
     BrightnessReward,
     ToyPolicy,
     collector,
@@ -73,7 +74,6 @@ def a_config(**changes) -> Config:
 def make_trainer(folder: Path, world: World, **changes) -> Trainer:
     config, policy = a_config(**changes), ToyPolicy()
     sampling = collector(world, policy, debug=config.debug, train_batch_size=4)
-    sampling.stream.sampler.dataset = ToyData()
     moving = updater(policy, world=world)
     rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
     progress = Progress(config.num_epochs, world)
@@ -371,20 +371,25 @@ def test_a_run_whose_copies_cannot_be_told_apart_does_not_begin(a_trainer):
 
 
 def test_fixed_conditions_are_recorded_beside_their_start_and_a_resumed_run_keeps_it(a_trainer, tmp_path):
-    settings = dataclasses.replace(a_config().eval, every=1, signal_groups=1)
-    first = a_trainer(eval=settings, num_epochs=2)
-    run(first)
+    def trainer(epochs: int, seed: int = 7) -> Trainer:
+        made = a_trainer(eval=dataclasses.replace(a_config().eval, every=1), num_epochs=epochs)
+        sampling = dataclasses.replace(made.collector.sampling, seed=seed, record=False)
+        rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
+        made.fixed = Evaluator(made.updater.policy, ToyData(), rewards, None, made.config, World(), sampling)
+        return made
+
+    run(trainer(2))
     names = "fixed/brightness", "fixed/brightness_start"
     now, start = ([row[name] for row in metrics_of(tmp_path, name)] for name in names)
     assert len(now) == 3 and start == [now[0]] * 3 and now[0] != now[1] != now[2]
-    assert metrics_of(tmp_path, "system/fixed_forward_equivalents")[0]["system/fixed_forward_equivalents"] > 0
-    resumed = a_trainer(eval=settings, num_epochs=3)
-    resumed.state.restore(checkpoint.published(tmp_path / "checkpoints")[-1], world=World())
-    assert resumed.state.fixed == {"brightness": now[0]}
-    other = a_trainer(eval=dataclasses.replace(settings, signal_groups=2), num_epochs=3)  # other conditions
-    other.state.restore(checkpoint.published(tmp_path / "checkpoints")[-1], world=World())
-    other.evaluate()
-    assert other.state.fixed != {"brightness": now[0]}
+    counted = metrics_of(tmp_path, "system/fixed_forward_equivalents")
+    assert [row["system/fixed_forward_equivalents"] for row in counted] == [4 * (len(SIGMAS) - 1)] * 3
+    newest = checkpoint.published(tmp_path / "checkpoints")[-1]
+    for seed, kept in ((7, True), (8, False)):  # with other noise it is another start
+        resumed = trainer(3, seed)
+        resumed.state.restore(newest, world=World())
+        resumed.evaluate()
+        assert (resumed.state.fixed["brightness"] == now[0]) == kept
 
 
 @pytest.mark.parametrize(
