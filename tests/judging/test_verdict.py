@@ -1,13 +1,15 @@
 """The verdict follows from intervals, directions and what the rewards of the training did not measure."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
+from flow_grpo.judging.changes import paired_changes
 from flow_grpo.judging.table import Table
 from flow_grpo.judging.verdict import DO_NOT_USE, abridged, aspect, best_and_worst, direction, judge, worse_by_camera
-from flow_grpo.maths.bootstrap import Interval
+from flow_grpo.maths.bootstrap import Interval, widening
 
 REWARDS = ["target_view", "room_rot", "room_pose"]
 
@@ -120,6 +122,20 @@ def test_videos_without_a_camera_path_are_judged_by_the_rewards_that_were_not_tr
 def test_too_few_scenes_give_no_verdict_and_it_says_why():
     verdict = judged({}, trans_err_m=Interval(-3.0, math.nan, math.nan, 8, 1))
     assert str(verdict).startswith("unclear: fewer than 5 held-out scenes give no intervals, see the table")
+
+
+def test_five_scenes_that_all_got_a_little_better_are_not_enough():
+    def table(errors: list[float]) -> Table:
+        rows = [
+            {"scene": str(n), "camera": "c", "preset": "", "values": {"trans_err_m": e}} for n, e in enumerate(errors)
+        ]
+        return Table.of_rows(rows)
+
+    before, after = table([0.2] * 5), table([0.18, 0.15, 0.1, 0.19, 0.17])
+    change = paired_changes(before, after)["eval/trans_err_m"]
+    assert judged({}, trans_err_m=change).aspects["camera"] == "unclear"
+    narrower = dataclasses.replace(change, high=change.mean + (change.high - change.mean) / widening(5))
+    assert narrower.high < 0 and judged({}, trans_err_m=narrower).aspects["camera"] == "better"
 
 
 def test_a_reward_is_not_taken_for_another_whose_name_begins_alike():

@@ -14,7 +14,7 @@ from flow_grpo.reporting.drawing.plots import worth_a_panel
 from flow_grpo.reporting.metric_names import metric_of
 from flow_grpo.settings.checks import largest_weights
 from tools.run_folder import Run
-from tools.run_report.words import changed, number, pair, signed, span, tidy
+from tools.run_report.words import changed, number, pair, tidy
 
 NO_VERDICT = "no verdict"
 
@@ -150,45 +150,16 @@ def verdict_word(run: Run) -> str:
 
 
 def sentence(run: Run) -> str:
-    """Return what the run has achieved, with the interval of the clearest metric, or how far it has come."""
-    changes = held_out(run)
-    decide = deciding(run, (change.name for change in changes))
-    lead = _clearest([change for change in changes if change.name in decide], verdict_word(run))
-    message = _in_words(lead) if lead else "No held-out metric has an interval."
-    if run.summary is None:
+    """Return what the run has achieved, in the words of its verdict, or how far it has come."""
+    if run.summary is None or run.summary.verdict is None:
         of = f"{run.finished} of {run.config.num_epochs} epochs are on record"
-        return f"The run has no summary.json: it is still training, or ended early. {of}. So far: {message}"
-    if lead is None:
-        return message
-    judge = f" by {run.config.eval.gold}, which no reward of the training uses" if math.isfinite(lead.floor) else ""
-    conditions = run.summary.measured_on.get("eval.num_conditions", "the")
-    worse = run.summary.verdict.worse_by_camera if run.summary.verdict else []
-    cameras = f" Worse for a kind of camera: {tidy('; '.join(abridged(worse)))}." if worse else ""
-    return f"{message} Measured on {conditions} held-out conditions{judge}.{cameras}"
-
-
-def _clearest(changes: Iterable[Change], overall: str) -> Change | None:
-    """Return the metric to put into the sentence: one that agrees with the verdict, the reference estimator's first."""
-    with_interval = [change for change in changes if change.word and math.isfinite(change.low)]
-    agree = [change for change in with_interval if change.word == overall] or with_interval
-    physical = ("_deg", "_m", "_px", "_db")
-
-    def weight(change: Change) -> tuple[bool, bool, float]:
-        half = max((change.high - change.low) / 2, 1e-12)
-        return math.isfinite(change.floor), change.name.endswith(physical), abs(change.change) / half
-
-    return max(agree, key=weight, default=None)
-
-
-def _in_words(change: Change) -> str:
-    moved = "rose" if change.change > 0 else "fell" if change.change < 0 else "stayed"
-    unit = f" {change.unit}" if change.unit else ""
-    percent = f" ({signed(change.percent, 2)} %)" if math.isfinite(change.percent) else ""
-    before, after = change.ends
-    return (
-        f"{change.name.removeprefix('eval/')} {moved} from {before} to {after}{unit}"
-        f"{percent}; 95 % interval of the change {span(change.low, change.high)}{unit}."
-    )
+        return f"The run has no verdict in a summary.json: it is still training, or ended early. {of}."
+    verdict, conditions = run.summary.verdict, run.summary.measured_on.get("eval.num_conditions", "the")
+    words = verdict.in_words.removeprefix(f"{verdict.overall}: ")  # the word stands before the sentence
+    text = f"{tidy(words)}. Measured on {conditions} held-out conditions."
+    if verdict.worse_by_camera:
+        text += f" Worse for a kind of camera: {tidy('; '.join(abridged(verdict.worse_by_camera)))}."
+    return text
 
 
 def _change(run: Run, name: str, first: int, last: int) -> Change:
