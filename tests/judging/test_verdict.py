@@ -131,7 +131,7 @@ def test_five_scenes_that_all_got_a_little_better_are_not_enough():
         ]
         return Table.of_rows(rows)
 
-    before, after = table([0.2] * 5), table([0.18, 0.15, 0.1, 0.19, 0.17])
+    before, after = table([0.2] * 5), table([0.195, 0.15, 0.08, 0.198, 0.17])
     change = paired_changes(before, after)["eval/trans_err_m"]
     assert judged({}, trans_err_m=change).aspects["camera"] == "unclear"
     narrower = dataclasses.replace(change, high=change.mean + (change.high - change.mean) / widening(5))
