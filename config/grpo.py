@@ -261,7 +261,7 @@ def tiny_recam() -> ConfigDict:
     config.eval.batch_size = 16
     config.eval.num_steps = 8
     config.eval.gold = "room_pose"
-    config.eval.fixed_conditions = 64  # 3 % of the run's forwards
+    config.eval.fixed_conditions = 48  # 2 % of the run's forwards
     config.eval.videos = 8
     config.checkpoint.every = 50
     return config

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -274,3 +275,28 @@ def test_the_plan_of_a_run_recomputes_what_the_run_decided_to(tmp_path, capsys, 
     assert f"{mode}, planned" in said and plans["none"].update_gib > plans["blocks"].update_gib
     (line,) = (line for line in said.splitlines() if line.startswith("forwards a sample"))
     assert line.split()[3] == f"{plans[mode].forward_equivalents_per_sample:.4g}"
+
+
+@pytest.mark.slow  # the network's operations are counted for every recipe
+@pytest.mark.parametrize(
+    ("recipe", "devices"),
+    [
+        ("my_recam_8npu", 8),
+        ("my_recam_8npu_fast", 8),
+        ("my_recam_8npu_small", 8),
+        ("my_recam_1gpu", 1),
+        ("my_recam_full", 8),
+        ("my_recam_2node", 16),
+        ("redirector_8npu", 8),
+        ("wan_t2v_8npu", 8),
+        ("tiny_recam", 2),
+    ],
+)
+def test_evaluations_take_a_quarter_of_a_run_at_most_and_the_fixed_conditions_3_percent(recipe, devices):
+    config = load_config(f"{ROOT}/config/grpo.py:{recipe}", [])
+    found = planning.make_plan(config, devices, 2e14)
+    share = plan.evaluation_share(config, found)
+    assert share <= 0.25 or recipe == "tiny_recam"  # 160 conditions, and seconds
+    evaluations = 1 + math.ceil(config.num_epochs / config.eval.every)
+    run = config.num_epochs * found.samples_per_epoch * found.forward_equivalents_per_sample / (1 - share)
+    assert evaluations * config.eval.fixed_conditions * planning.longest_rollout(config) / run <= 0.03
