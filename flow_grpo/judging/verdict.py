@@ -46,10 +46,10 @@ class Verdict:
     def __str__(self) -> str:
         return self.in_words
 
-    def hacked(self, weights: Mapping[str, float]) -> bool:
-        """Return whether a trained reward got better and the camera, by what no reward trained, worse."""
+    def hacked(self, weights: Mapping[str, float], gold: str) -> bool:
+        """Return whether a trained reward got better and the value of the gold estimator worse."""
         rises = any(self.metrics.get(f"eval/{name}") == "better" for name, weight in weights.items() if weight)
-        return rises and self.aspects.get(CAMERA) == "worse"
+        return rises and self.metrics.get(f"eval/{gold}") == "worse"
 
 
 def direction(name: str, rewards: Sequence[str]) -> int:

@@ -35,10 +35,10 @@ def verdict_on(trainer: Trainer, evaluation: Evaluation) -> Verdict:
 
 def alarm(trainer: Trainer, evaluation: Evaluation) -> dict[str, float]:
     """Return `eval/hacked` where it may end a run: with a gold estimator, on the conditions for tuning."""
-    config = trainer.config
-    if trainer.evaluator.gold is None or config.eval.split != "tune" or trainer.state.table_before is None:
+    config, gold = trainer.config, trainer.evaluator.gold
+    if gold is None or config.eval.split != "tune" or trainer.state.table_before is None:
         return {}
-    return {"eval/hacked": float(verdict_on(trainer, evaluation).hacked(largest_weights(config)))}
+    return {"eval/hacked": float(verdict_on(trainer, evaluation).hacked(largest_weights(config), gold.name))}
 
 
 def conclude(trainer: Trainer, after: Evaluation) -> None:

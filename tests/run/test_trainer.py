@@ -398,7 +398,9 @@ def test_fixed_conditions_are_recorded_beside_their_start_and_a_resumed_run_keep
 def test_a_reward_that_rises_while_the_gold_camera_gets_worse_ends_the_run(a_trainer, split, gold, ends):
     trainer = a_trainer(eval=dataclasses.replace(a_config().eval, split=split, every=1))
     trainer.evaluator.gold = mock.Mock() if gold else None
-    columns = {"brightness": [0.5, 0.6, 0.5, 0.6, 0.55, 0.5], "trans_err_m": [0.2, 0.21, 0.2, 0.22, 0.2, 0.21]}
+    if gold:
+        trainer.evaluator.gold.name = "room_pose"
+    columns = {"brightness": [0.5, 0.6, 0.5, 0.6, 0.55, 0.5], "room_pose": [-0.2, -0.21, -0.2, -0.22, -0.2, -0.21]}
     labels = tuple("abcdef"), ("c",) * 6, ("",) * 6
     before = Table(*labels, {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()})
     trainer.state.before = {f"eval/{name}": mean for name, mean in before.means().items()}
