@@ -33,7 +33,7 @@ from flow_grpo.judging.verdict import TRUE_VIEW, judge
 from flow_grpo.maths.bootstrap import Interval
 from flow_grpo.run.starts import commit
 from flow_grpo.runtime.atomic_file import write_atomically
-from flow_grpo.settings.checks import largest_weights
+from flow_grpo.settings.checks import trained_rewards
 from flow_grpo.settings.loading import load_config
 from tools.common import fail, launcher, make_parser, markdown_table
 from tools.run_folder import Run, read_run
@@ -246,7 +246,7 @@ def verdicts(name: str, runs: Sequence[dict[str, Any]]) -> str:
     """Return the verdicts on runs of a variant, such as "mixed ×2, unclear"."""
     knobs = [f"--config.{knob}={value}" for knob, value in VARIANTS[name].overrides.items()]
     config = load_config(f"{ROOT}/config/grpo.py:{VARIANTS[name].recipe}", knobs)
-    weights, found = largest_weights(config), Counter[str]()
+    weights, found = trained_rewards(config), Counter[str]()
     trained = {f"eval/{reward}" for reward, weight in weights.items() if weight}
     names = [TRUE_VIEW, *weights, config.eval.gold]
     for run in runs:

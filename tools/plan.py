@@ -66,7 +66,7 @@ def main(words: Sequence[str] | None = None) -> int:
             text, fits = report(config, known.devices, rate, limit)
             share = evaluation_share(config, make_plan(config, known.devices, rate))
             seen = power.in_words(power.usual_spreads(config), config.eval.num_conditions, _scenes(config))
-            evaluation = f"evaluation: {share:.0%} of the run's forwards; {seen}"
+            evaluation = f"evaluation: {share:.0%} of the run's forwards; at most {seen}"
             print(*([message] if message else []), evaluation, text, sep="\n")
     except ValueError as error:
         return fail(error)
@@ -82,7 +82,7 @@ def evaluation_share(config: Config, plan: Plan) -> float:
 
 
 def _scenes(config: Config) -> int:
-    # Of what is set aside the number is known; else as many as conditions, if data.eval_split has them.
+    # Of what is set aside the number is known; else at most as many as conditions.
     aside = config.data.tune_scenes if config.eval.split == "tune" else config.data.report_scenes
     return min(config.eval.num_conditions, aside or config.eval.num_conditions)
 

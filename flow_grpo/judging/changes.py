@@ -38,9 +38,10 @@ def paired_changes(before: Table, after: Table, level: float = LEVEL) -> dict[st
 def changes_by_camera(before: Table, after: Table) -> dict[str, dict[str, list[float]]]:
     """Return kind of camera -> `eval/` name -> [mean, low, high] of the paired change, where there is an interval.
 
-    The intervals of all kinds hold together with 95 % (Bonferroni): of ten that did not change none looks changed.
+    Of a metric the intervals of all kinds hold together with 95 % (Bonferroni): of ten that did not change none looks
+    changed.
     """
-    parts = after.by_camera()
+    parts = {kind: part for kind, part in after.by_camera().items() if len(set(part.scenes)) >= LEAST_SCENES}
     level = 1 - (1 - LEVEL) / max(1, len(parts))
     kinds = {kind: paired_changes(before, part, level) for kind, part in parts.items()}
     known = {

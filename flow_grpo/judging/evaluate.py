@@ -143,6 +143,9 @@ class Evaluator:
     def measured_on(self) -> dict[str, str | float]:
         """What a result depends on besides the weights, by knob; only results with equal ones may be compared."""
         config, guidance = self.config, eval_guidance(self.config)
+        # Which of them, where there are more.
+        some = len(self.indices) < len(self.dataset)
+        chosen = f", conditions {key('conditions', *sorted(self.indices))}" if some else ""
         return {
             "eval.split": config.eval.split,
             "eval.num_conditions": config.eval.num_conditions,
@@ -154,7 +157,7 @@ class Evaluator:
             "data.num_frames, height, width": f"{config.data.num_frames}x{config.data.height}x{config.data.width}",
             "data.buckets": ",".join(config.data.buckets),
             "data.reference": config.data.reference,
-            "data.eval_split": f"scenes {self.dataset.fingerprint()}",  # or prompts
+            "data.eval_split": f"scenes {self.dataset.fingerprint()}{chosen}",  # or prompts
         }
 
     def run(self, weights: AbstractContextManager[Any] | None = None) -> Evaluation:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from statistics import NormalDist
 
 from flow_grpo.judging.changes import LEAST_SCENES
 from flow_grpo.judging.table import Table
-from flow_grpo.judging.verdict import TRUE_VIEW, deciding
+from flow_grpo.judging.verdict import ERRORS, TRUE_VIEW, deciding
 from flow_grpo.maths.bootstrap import LEVEL, t_quantile
-from flow_grpo.settings.checks import largest_weights
+from flow_grpo.settings.checks import trained_rewards
 from flow_grpo.settings.schema import Config
 
 POWER = 0.8
@@ -32,16 +33,16 @@ def usual_spreads(config: Config) -> dict[str, float]:
     """Return `eval/` name -> `SPREADS` of the metrics that will decide the verdict of a recipe's run."""
     beside = () if config.data.prompts else (f"eval/{TRUE_VIEW}_displacement", f"eval/{TRUE_VIEW}_mismatch")
     measured = [*(GOLD if config.eval.gold else ()), *beside]
-    return {name: SPREADS[name] for name in deciding(measured, (), largest_weights(config))}
+    return {name: SPREADS[name] for name in deciding(measured, (), trained_rewards(config))}
 
 
 def measured_spreads(first: Table, names: Iterable[str]) -> dict[str, float]:
     """Return `eval/` name -> expected standard deviation of a condition's change, as a share of the mean.
 
-    From the spread of a first evaluation, of columns with a mean other than 0.
+    From the spread of a first evaluation; of errors, since shares of other metrics' means say nothing.
     """
     found = {}
-    for name in names:
+    for name in (name for name in names if name.endswith(ERRORS)):
         column = first.values.get(name.removeprefix("eval/"))
         if column is not None and len(column := column[column.isfinite()]) > 1 and column.mean():
             found[name] = CHANGE_OVER_LEVEL * float(column.std() / column.mean().abs())
@@ -56,8 +57,9 @@ def least_visible(spread: float, conditions: int, scenes: int) -> float:
 
 
 def scenes_needed(change: float, spread: float) -> int:
-    """Return how many conditions, each of a scene of its own, a change needs to be seen."""
-    return next(n for n in range(LEAST_SCENES, 10**6) if least_visible(spread, n, n) <= change)
+    """Return how many conditions, each of a scene of its own, a change needs to be seen: t for many is normal, + 2."""
+    normal = sum(NormalDist().inv_cdf(share) for share in ((1 + LEVEL) / 2, POWER))
+    return max(LEAST_SCENES, math.ceil((normal * spread / change) ** 2) + 2)
 
 
 def in_words(spreads: Mapping[str, float], conditions: int, scenes: int) -> str:

@@ -62,14 +62,18 @@ class Table:
     def twins(self, names: Sequence[str]) -> set[str]:
         """Return the columns that equal one of `names` but for scale and offset: the same measurement, named otherwise.
 
-        Told by their values in five rows or more: a line explains all but a ten-thousandth of their variance.
+        Told by their values in five rows or more: a line explains all but a ten-thousandth of their variance. Their
+        ranks must agree as well, since one row far from all others would draw any two columns into a line.
         """
         found = set()
         for name in (name for name in names if name in self.values):
             for other, column in self.values.items():
                 both = torch.stack([self.values[name], column])
                 both = both[:, both.isfinite().all(0)]
-                if other != name and both.shape[1] >= 5 and both.std(-1).all() and both.corrcoef()[0, 1] ** 2 > 0.9999:
+                if other == name or both.shape[1] < 5 or not both.std(-1).all():
+                    continue
+                ranks = both.argsort(stable=True).argsort().to(both)
+                if both.corrcoef()[0, 1] ** 2 > 0.9999 and ranks.corrcoef()[0, 1] ** 2 > 0.98:
                     found.add(other)
         return found
 

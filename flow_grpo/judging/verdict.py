@@ -20,7 +20,7 @@ NOT_JUDGED = {CAMERA: "not judged by an independent estimator", PICTURE: "not ju
 # Endings of measurements, without units where the name says the unit.
 ERRORS = ("_deg", "_m", "_px", "_displacement", "residual", "_mismatch")  # less is better
 MORE_IS_BETTER = ("_db", "_ssim", "_valid", "located")  # similarity, shares
-OF_CAMERA = ("_deg", "_m", "_px", "_displacement", "_valid", "located")
+OF_CAMERA = ("rot_err_deg", "trans_err_m", "_rot_deg", "_trans_m", "_disp_px", "_displacement", "located")
 OF_PICTURE = ("residual", "_mismatch", "found_path_psnr_db", "source_texture")  # which no camera explains
 TOO_FEW = f"fewer than {LEAST_SCENES} held-out scenes give no intervals, see the table"
 # A change below these is unclear, however narrow its interval: hardly seen in a video.
@@ -61,8 +61,8 @@ def direction(name: str, rewards: Sequence[str]) -> int:
 
 
 def aspect(name: str) -> str:
-    """Return what a held-out metric `eval/...` is a measure of."""
-    short = name.removeprefix("eval/")
+    """Return what a held-out metric `eval/...` is a measure of, as a share `_valid` is of what it counts."""
+    short = name.removeprefix("eval/").removesuffix("_valid")
     if short.endswith(OF_PICTURE):
         return PICTURE
     if short.endswith(OF_CAMERA):
@@ -170,7 +170,9 @@ def deciding(
     free = [
         name
         for name in names
-        if direction(name, rewards) and name not in twins and not f"{name}_".startswith(tuple(trained))
+        if direction(name, rewards)
+        and name.removesuffix("_valid") not in twins
+        and not f"{name}_".startswith(tuple(trained))
     ]
     return [name for name in free if aspect(name) != OTHER] or free
 

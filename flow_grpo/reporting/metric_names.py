@@ -322,7 +322,7 @@ _EVAL = (
     Metric("eval/located", "frames that a view of the room explains, by the gold estimator", "share"),
     Metric(
         "eval/hacked",
-        "1 where a trained reward got better and the gold estimator's value worse, with `eval.gold` and `eval.split=tune`",
+        "1 where a trained reward got better and the gold estimator's value worse; with `eval.split=tune` only",
         "",
         (0.0, 0.0),
         "[reward_hacking.md](reward_hacking.md); `train.stop_if` ends the run",

@@ -37,7 +37,7 @@ from flow_grpo.runtime.ranks.context_parallel import ContextParallel, share_samp
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.sharding import on_every_call, parallelize, sent_weights, unwrap
 from flow_grpo.runtime.ranks.start_up import raise_on_all_ranks
-from flow_grpo.settings.checks import largest_weights
+from flow_grpo.settings.checks import trained_rewards
 from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.loading import to_dict
 from flow_grpo.settings.sampling import sampling_of
@@ -61,7 +61,7 @@ def assemble(config: Config, spec: str, device: torch.device, world: World, ledg
     run_folder, lock = _claim_folder(config, spec, world)
     checkpoint = resume.find(config.resume, run_folder / "checkpoints", world=world)
     given, config = config, _choose_checkpointing(config, device, world)
-    train, policy, rewards, evaluator = _load(config, device, world)
+    train, policy, rewards, evaluator, fixed = _load(config, device, world)
     share_tokens(policy, context)
     state = distribute(config, policy, train, device, world)
     from_own = _restore(config, checkpoint, state, evaluator, run_folder, world)
@@ -99,7 +99,7 @@ def assemble(config: Config, spec: str, device: torch.device, world: World, ledg
         dynamic_sampling=parts.build_dynamic_sampling(config, rewards, progress, world),
         cameras=pooled(train.cameras()),
         from_own=from_own,
-        fixed=parts.build_fixed(config, policy, train, world),
+        fixed=fixed,
         makes_videos=is_video_model(config.model.kind),
     )
 
@@ -136,7 +136,9 @@ def _choose_checkpointing(config: Config, device: torch.device, world: World) ->
     return config
 
 
-def _load(config: Config, device: torch.device, world: World) -> tuple[Split, Policy, RewardSet, Evaluator]:
+def _load(
+    config: Config, device: torch.device, world: World
+) -> tuple[Split, Policy, RewardSet, Evaluator, Evaluator | None]:
     with raise_on_all_ranks(world):
         train, held_out = splits(config, world)
         policy = build_policy(config, device)
@@ -144,7 +146,8 @@ def _load(config: Config, device: torch.device, world: World) -> tuple[Split, Po
         rewards = parts.build_rewards(config, config.reward.weights, world)
         try_rewards(rewards, train.condition(0))
         evaluator = parts.build_evaluator(config, policy, held_out, world)
-    return train, policy, rewards, evaluator
+        fixed = parts.build_fixed(config, policy, train, rewards, world)
+    return train, policy, rewards, evaluator, fixed
 
 
 def splits(config: Config, world: World) -> tuple[Split, Split]:
@@ -232,7 +235,7 @@ def _open_tracker(
         world,
         resumed_step=resumed_step,
         direction=functools.partial(direction, rewards=evaluator.names),
-        deciding=functools.partial(deciding, rewards=evaluator.names, weights=largest_weights(config)),
+        deciding=functools.partial(deciding, rewards=evaluator.names, weights=trained_rewards(config)),
     )
 
 

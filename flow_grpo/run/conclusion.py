@@ -10,7 +10,7 @@ from flow_grpo.judging.table import Table, means_by_camera
 from flow_grpo.judging.verdict import Verdict, abridged, best_and_worst, direction, judge, worse_by_camera
 from flow_grpo.reporting.console import print_before_after
 from flow_grpo.run.starts import next_commands
-from flow_grpo.settings.checks import largest_weights
+from flow_grpo.settings.checks import trained_rewards
 
 if TYPE_CHECKING:
     from flow_grpo.run.trainer import Trainer
@@ -20,7 +20,7 @@ SHOWN = 2  # videos at most of the conditions that a run improved most, and as m
 
 def verdict_on(trainer: Trainer, evaluation: Evaluation) -> Verdict:
     """Return the verdict on what an evaluation has found since the one before training."""
-    weights = largest_weights(trainer.config)
+    weights = trained_rewards(trainer.config)
     twins = evaluation.table.twins([name for name, weight in weights.items() if weight])
     return judge(
         trainer.changes(evaluation),
@@ -33,12 +33,17 @@ def verdict_on(trainer: Trainer, evaluation: Evaluation) -> Verdict:
     )
 
 
+def rings(trainer: Trainer) -> bool:
+    """Return whether the run has an alarm: it needs a gold estimator, and ends a run on conditions for tuning only."""
+    return trainer.evaluator.gold is not None and trainer.config.eval.split == "tune"
+
+
 def alarm(trainer: Trainer, evaluation: Evaluation) -> dict[str, float]:
-    """Return `eval/hacked` where it may end a run: with a gold estimator, on the conditions for tuning."""
-    config, gold = trainer.config, trainer.evaluator.gold
-    if gold is None or config.eval.split != "tune" or trainer.state.table_before is None:
+    """Return `eval/hacked`, where the run has that alarm and this is not its first evaluation."""
+    gold = trainer.evaluator.gold
+    if gold is None or not rings(trainer) or trainer.state.table_before is None:
         return {}
-    return {"eval/hacked": float(verdict_on(trainer, evaluation).hacked(largest_weights(config), gold.name))}
+    return {"eval/hacked": float(verdict_on(trainer, evaluation).hacked(trained_rewards(trainer.config), gold.name))}
 
 
 def conclude(trainer: Trainer, after: Evaluation) -> None:

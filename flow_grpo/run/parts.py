@@ -22,7 +22,6 @@ from flow_grpo.reporting.console import Progress
 from flow_grpo.rewards.base import SCENE_FILES, RewardSet, build_reward, build_reward_set
 from flow_grpo.run.run_state import RunState
 from flow_grpo.runtime.ranks.process_group import World
-from flow_grpo.settings.checks import largest_weights
 from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.sampling import sampling_of
 from flow_grpo.settings.schema import Config
@@ -136,7 +135,7 @@ def build_evaluator(config: Config, policy: Policy, held_out: Split, world: Worl
     return Evaluator(policy, held_out, measured, gold, config, world)
 
 
-def build_fixed(config: Config, policy: Policy, train: Split, world: World) -> Evaluator | None:
+def build_fixed(config: Config, policy: Policy, train: Split, rewards: RewardSet, world: World) -> Evaluator | None:
     """Return the evaluator on training conditions that stay the same, sampled as in training; None without any."""
     count = min(config.eval.fixed_conditions, len(train))
     if not count:
@@ -145,5 +144,4 @@ def build_fixed(config: Config, policy: Policy, train: Split, world: World) -> E
         config.eval, num_conditions=count, guidance_scale=None, negative_prompt=None, videos=0
     )
     sampling = dataclasses.replace(sampling_of(config), seed=key("fixed conditions"), record=False)
-    rewards = build_rewards(config, largest_weights(config), world)
     return Evaluator(policy, train, rewards, None, dataclasses.replace(config, eval=settings), world, sampling)

@@ -40,7 +40,7 @@ from flow_grpo.records import ScoredBatch, TrainingBatch
 from flow_grpo.reporting.console import Progress
 from flow_grpo.reporting.gallery import Gallery
 from flow_grpo.reporting.tracker import Tracker
-from flow_grpo.run.conclusion import alarm, conclude
+from flow_grpo.run.conclusion import alarm, conclude, rings
 from flow_grpo.run.run_clock import RunClock
 from flow_grpo.run.run_state import RunState
 from flow_grpo.run.saver import Saver
@@ -52,7 +52,7 @@ from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import InputError, RankError, World
 from flow_grpo.runtime.ranks.start_up import refuse
 from flow_grpo.runtime.signals import EndRequest
-from flow_grpo.settings.checks import largest_weights
+from flow_grpo.settings.checks import trained_rewards
 from flow_grpo.settings.errors import RunStoppedError
 from flow_grpo.settings.objectives import traits_of
 from flow_grpo.settings.schema import Config, RewardConfig
@@ -346,7 +346,7 @@ class Trainer:
                     seconds = {"time/floor_s": self.ledger.since()}
                     self.tracker.log(self.state.floor | seconds, self.state.finished)
             self.progress.say(f"before training: {_in_words(self.state.before)}")
-            decide = deciding(first.metrics, self.evaluator.names, largest_weights(self.config))
+            decide = deciding(first.metrics, self.evaluator.names, trained_rewards(self.config))
             spreads = power.measured_spreads(first.table, decide)
             self.progress.say(power.in_words(spreads, len(self.evaluator.indices), self.evaluator.scenes))
             heard = self._reward_signal
@@ -358,7 +358,7 @@ class Trainer:
                 self.evaluate()  # the previous run stopped in this evaluation, for example at a broken video
                 self.saver.forget()  # the checkpoint has no score yet
                 self.save()
-        check_measured(self.config.train.stop_if, self.state.before)
+        check_measured(self.config.train.stop_if, [*self.state.before, *(["eval/hacked"] if rings(self) else [])])
         best = self.config.checkpoint.best
         if best and best.removeprefix("-") not in self.state.before:
             raise InputError(
@@ -466,10 +466,13 @@ class Trainer:
         if self.fixed is None:
             return {}
         self.forwards.mark()
-        found = self.fixed.run().table.means()
-        on = str(key("fixed", str(self.fixed.sampling), str(self.fixed.indices), self.fixed.dataset.fingerprint()))
+        means = self.fixed.run().table.means()
+        self.fixed.rewards.stats()  # of these requests, which are not training's
+        found = {name: value for name, value in means.items() if name in self.fixed.rewards.weights}
+        on = str(key("fixed", str(self.fixed.sampling), str(self.fixed.measured_on)))
         if self.state.fixed_on != on:
-            self.state.fixed, self.state.fixed_on = found, on
+            self.state.fixed, self.state.fixed_on = {}, on
+        self.state.fixed = found | self.state.fixed
         (forwards,) = self.world.data.all_gather_scalars({"own": self.forwards.since_mark()[0]}).values()
         metrics = {f"fixed/{name}": value for name, value in found.items() if name in self.fixed.rewards.weights}
         metrics |= {

@@ -158,6 +158,11 @@ def largest_weights(config: Config) -> dict[str, float]:
     return {name: max(weights[name] for weights in by_epoch) for name in config.reward.weights}
 
 
+def trained_rewards(config: Config) -> dict[str, float]:
+    """Return `largest_weights`, in which a reward that decides a gate counts with 1: it shapes what is learned."""
+    return largest_weights(config) | {holder: 1.0 for holder, _ in config.reward.gates.values()}
+
+
 def _check_stochastic_steps(config: Config) -> None:
     sample = config.sample
     if sample.sde == "ode":

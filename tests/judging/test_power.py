@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from flow_grpo.judging.changes import LEAST_SCENES
 from flow_grpo.judging.power import (
     POWER,
     SAME_SCENE,
@@ -33,9 +34,11 @@ def test_a_change_of_the_visible_size_is_seen_as_often_as_promised(scenes, by_sc
     assert seen / 400 == pytest.approx(POWER, abs=0.06)
 
 
-def test_as_many_scenes_are_needed_as_make_a_change_visible():
-    needed = scenes_needed(0.05, 0.4)
-    assert least_visible(0.4, needed, needed) <= 0.05 < least_visible(0.4, needed - 1, needed - 1)
+@pytest.mark.parametrize("spread", [0.05, 0.4, 30.0])
+def test_as_many_scenes_are_needed_as_make_a_change_visible(spread):
+    needed = scenes_needed(0.05, spread)
+    assert least_visible(spread, needed, needed) <= 1.01 * 0.05
+    assert needed == LEAST_SCENES or least_visible(spread, needed - 3, needed - 3) > 0.05
 
 
 def test_spreads_are_those_of_the_metrics_that_decide():
@@ -50,9 +53,9 @@ def test_spreads_are_those_of_the_metrics_that_decide():
     trained = ["--config.eval.gold=", "--config.reward.weights.target_view=1"]
     assert usual_spreads(load_config(tiny, trained)) == {}
     labels = ("s",) * 3, tuple("abc"), ("",) * 3
-    columns = {"rot_err_deg": [1.0, 2.0, math.nan], "zero": [0.0, 0.0, 0.0]}
+    columns = {"rot_err_deg": [1.0, 2.0, math.nan], "trans_err_m": [0.0, 0.0, 0.0], "sharpness": [1.0, 2.0, 3.0]}
     table = Table(*labels, {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()})
-    found = measured_spreads(table, ["eval/rot_err_deg", "eval/zero", "eval/other"])
+    found = measured_spreads(table, ["eval/rot_err_deg", "eval/trans_err_m", "eval/sharpness", "eval/x_m"])
     wider = measured_spreads(scaled(table, 2.0), ["eval/rot_err_deg"])
     assert list(found) == ["eval/rot_err_deg"] and found == pytest.approx(wider)  # shares of the mean
 

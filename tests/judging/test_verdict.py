@@ -34,6 +34,9 @@ def change(mean: float, half: float = 0.1) -> Interval:
         ("eval/target_view_psnr_db", 1, "true view"),
         ("eval/target_view", 1, "true view"),
         ("eval/motion_mag_motion", 0, "other rewards"),
+        ("eval/smooth_shake_deg", -1, "other rewards"),  # a static camera does not tremble
+        ("eval/remote:judge_valid", 1, "other rewards"),
+        ("eval/residual_valid", 1, "picture"),
     ],
 )
 def test_a_metric_has_a_direction_and_an_aspect(name, sign, part):
@@ -117,6 +120,8 @@ def test_videos_without_a_camera_path_are_judged_by_the_rewards_that_were_not_tr
 
     assert verdict({"judge": 1.0, "sharpness": 0.0}) == "better: other rewards better (sharpness -3 → -2.7)"
     assert verdict({"judge": 1.0, "sharpness": 1.0}) == "unclear: all that is measured was trained"
+    changes["eval/sharpness_valid"] = Interval(0.0, 0.0, 0.0, 16, 16)
+    assert verdict({"judge": 1.0, "sharpness": 0.0}).startswith("better: other rewards better")
 
 
 def test_too_few_scenes_give_no_verdict_and_it_says_why():
@@ -154,6 +159,9 @@ def test_twins_are_found_by_their_values():
     table.values["again"][0] = math.nan
     assert table.twins(["trained", "not measured"]) == {"again"}
     assert table.take([1, 2, 3, 4]).twins(["trained"]) == set()  # of few rows nobody knows
+    for name in ("trained", "other"):
+        table.values[name][3] = 1e4  # one row far from all others
+    assert "other" not in table.twins(["trained"])
 
 
 def test_what_got_worse_for_a_kind_of_camera_is_named_although_the_mean_got_better():

@@ -12,7 +12,7 @@ from flow_grpo.judging import verdict
 from flow_grpo.judging.verdict import AGREEMENT, CAMERA, OTHER, PICTURE, TRUE_VIEW, abridged, word_of
 from flow_grpo.reporting.drawing.plots import worth_a_panel
 from flow_grpo.reporting.metric_names import metric_of
-from flow_grpo.settings.checks import largest_weights
+from flow_grpo.settings.checks import trained_rewards
 from tools.run_folder import Run
 from tools.run_report.words import changed, number, pair, tidy
 
@@ -53,7 +53,7 @@ GROUPS = (CAMERA, PICTURE, AGREEMENT, TRAINED, "other measurements")
 
 
 def rewards(run: Run) -> list[str]:
-    return [name for name, weight in largest_weights(run.config).items() if weight]
+    return [name for name, weight in trained_rewards(run.config).items() if weight]
 
 
 def direction(run: Run, name: str) -> int:
@@ -63,7 +63,7 @@ def direction(run: Run, name: str) -> int:
 
 def deciding(run: Run, names: Iterable[str]) -> list[str]:
     """Return those of the held-out metrics `eval/...` that decide the verdict."""
-    names = verdict.deciding(names, _measured(run), largest_weights(run.config))
+    names = verdict.deciding(names, _measured(run), trained_rewards(run.config))
     judgement = run.summary.verdict if run.summary else None  # knows what equals a trained reward
     return [name for name in names if name in judgement.deciding] if judgement and judgement.deciding else names
 
@@ -184,6 +184,8 @@ def _change(run: Run, name: str, first: int, last: int) -> Change:
 def _made(run: Run, metric: str, label: str, values: Sequence[float], floor: float, group: str) -> Change:
     known, before = metric_of(metric), values[0]
     word = word_of(metric, values[2:], _measured(run), before, floor) if direction(run, metric) else ""
+    if label == metric and run.summary and run.summary.verdict:  # it knows all floors
+        word = run.summary.verdict.metrics.get(metric, word)
     return Change(label, known.meaning if known else "", known.unit if known else "", *values, floor, word, group)
 
 
@@ -197,4 +199,5 @@ def _group(run: Run, name: str) -> str:
         return TRAINED
     if part == OTHER or not direction(run, name):
         return GROUPS[-1]
-    return part if name in deciding(run, [name]) else TRAINED
+    known = run.summary.verdict.metrics if run.summary and run.summary.verdict else {}
+    return TRAINED if name in known and name not in deciding(run, [name]) else part

@@ -22,5 +22,6 @@ def check_power(spreads: dict[str, float], conditions: int, scenes: int) -> Find
     """Check what an evaluation of so many conditions of so many scenes can see; `spreads` as of `judging.power`."""
     few = scenes < LEAST_SCENES
     blind = few or any(power.least_visible(s, conditions, scenes) > BLIND for s in spreads.values())
-    way_out = "the verdict may stay unclear: raise eval.num_conditions, and data.report_scenes for more scenes"
+    way_out = "the verdict may stay unclear: raise eval.num_conditions, and for more scenes data.report_scenes, with "
+    way_out += "eval.split='tune' data.tune_scenes"
     return finding("evaluation", power.in_words(spreads, conditions, scenes), warn=way_out if blind else "")

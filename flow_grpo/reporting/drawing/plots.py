@@ -192,13 +192,13 @@ def _draw_metric(axes: Any, runs: Sequence[Rows], name: str) -> None:
 
 def _draw_fixed(axes: Any, runs: Sequence[Rows], name: str) -> None:
     # Of one run: its reward on conditions that stay the same, now and at the start, without the luck of an epoch's.
-    if len(runs) > 1:
+    if len(runs) > 1 or not name.startswith("reward/"):
         return
-    rows, fixed = runs[0], name.replace("reward/", "fixed/", 1).removesuffix("_mean")
-    (steps, now), (_, start) = points(rows, fixed), points(rows, f"{fixed}_start")
-    if len(now) > 1:
-        axes.plot(steps, now, color=ORANGE, marker="o", ms=4, lw=1.2, label="fixed conditions")
-        axes.plot(steps, start, color=GREY, ls="--", lw=1.2, label="the same, at the start")
+    fixed = name.replace("reward/", "fixed/", 1).removesuffix("_mean")
+    now, start = points(runs[0], fixed), points(runs[0], f"{fixed}_start")
+    if len(now[0]) > 1:
+        axes.plot(*now, color=ORANGE, marker="o", ms=4, lw=1.2, label="fixed conditions")
+        axes.plot(*start, color=GREY, ls="--", lw=1.2, label="the same, at the start")
 
 
 def _interval(rows: Rows, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
