@@ -43,9 +43,6 @@ class Verdict:
     deciding: tuple[str, ...]  # those of them that decide
     in_words: str  # the verdict in one line
 
-    def __str__(self) -> str:
-        return self.in_words
-
     def hacked(self, weights: Mapping[str, float], gold: str) -> bool:
         """Return whether a trained reward got better and the value of the gold estimator worse."""
         rises = any(self.metrics.get(f"eval/{name}") == "better" for name, weight in weights.items() if weight)

@@ -59,7 +59,7 @@ REWARDS: Mapping[str, str] = {
     "target_view": "target_view:TargetView",
     "target_psnr": "target_view:TargetPsnr",
     "source_match": "source_match:SourceMatch",
-    "source_texture": "source_texture:SourceTexture",
+    "source_texture": "source_match:SourceTexture",
     "motion_mag": "motion_mag:MotionMag",
     "sharpness": "sharpness:Sharpness",
     "pose_rot": "camera.pose:PoseRot",

@@ -67,7 +67,7 @@ def conclude(trainer: Trainer, after: Evaluation) -> None:
             {
                 "verdict": {
                     "overall": verdict.overall,
-                    "in_words": str(verdict),
+                    "in_words": verdict.in_words,
                     "aspects": verdict.aspects,
                     "metrics": verdict.metrics,
                     "deciding": verdict.deciding,
@@ -87,7 +87,7 @@ def conclude(trainer: Trainer, after: Evaluation) -> None:
     trainer.saver.wait()
     print_before_after(state.before, after.metrics, changes, trainer.run_folder, trainer.world, floor=state.floor)
     commands = next_commands(trainer.run_folder, finished=state.finished, makes_videos=trainer.makes_videos)
-    lines = [f"verdict: {verdict}", *(f"  worse for a kind of camera: {text}" for text in abridged(worse))]
+    lines = [f"verdict: {verdict.in_words}", *(f"  worse for a kind of camera: {text}" for text in abridged(worse))]
     lines += [f"  improved most in {measure}: {file}" for file in best_files]
     lines += [f"  improved least in {measure}: {file}" for file in worst_files]
     trainer.progress.say("\n".join([*lines, *commands]))

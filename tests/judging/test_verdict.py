@@ -65,7 +65,7 @@ def judged(wanted=DEMO, weights=WEIGHTS, twins=(), floors=None, **change):
 def test_a_better_camera_with_a_spoiled_picture_is_mixed_and_the_verdict_says_which():
     verdict = judged(twins={"eval/target_view_psnr_db"})
     assert verdict.overall == "mixed" and verdict.aspects == {"camera": "better", "picture": "worse"}
-    assert str(verdict) == (
+    assert verdict.in_words == (
         "mixed: camera better (rot_err_deg 1.8 → 1.46, trans_err_m 0.18 → 0.1), "
         "picture worse (residual 0.0348 → 0.0402)"
     )
@@ -86,7 +86,7 @@ def test_where_only_what_was_trained_rises_the_run_is_unclear():
 def test_a_spoiled_picture_alone_and_both_aspects_worse():
     worse = DEMO | {"eval/rot_err_deg": (0.3, 0.1, 1.8), "eval/trans_err_m": (0.0, 0.01, 0.18)}
     verdict = judged(worse, twins={"eval/target_view_psnr_db"})
-    assert verdict.overall == "worse" and str(verdict).endswith(DO_NOT_USE)
+    assert verdict.overall == "worse" and verdict.in_words.endswith(DO_NOT_USE)
 
 
 def test_a_change_below_the_least_effect_is_unclear_however_narrow_its_interval():
@@ -105,10 +105,11 @@ def test_better_is_claimed_only_where_camera_and_picture_are_judged():
     verdict = judged({name: DEMO[name] for name in ("eval/trans_err_m", "eval/room_rot")})
     assert verdict.overall == "unclear"
     assert (
-        str(verdict) == "unclear: camera better (trans_err_m 0.18 → 0.1); picture: not judged by an untrained measure"
+        verdict.in_words
+        == "unclear: camera better (trans_err_m 0.18 → 0.1); picture: not judged by an untrained measure"
     )
     trained = judged({"eval/room_rot": DEMO["eval/room_rot"]})
-    assert str(trained).startswith("unclear; camera: not judged by an independent estimator; picture: not judged")
+    assert trained.in_words.startswith("unclear; camera: not judged by an independent estimator; picture: not judged")
 
 
 def test_videos_without_a_camera_path_are_judged_by_the_rewards_that_were_not_trained():
@@ -116,7 +117,7 @@ def test_videos_without_a_camera_path_are_judged_by_the_rewards_that_were_not_tr
     names, before = ["sharpness", "judge"], {"eval/sharpness": -3.0, "eval/judge": 1.0}
 
     def verdict(weights: dict[str, float]) -> str:
-        return str(judge(changes, names, weights, before=before, filmed=False))
+        return judge(changes, names, weights, before=before, filmed=False).in_words
 
     assert verdict({"judge": 1.0, "sharpness": 0.0}) == "better: other rewards better (sharpness -3 → -2.7)"
     assert verdict({"judge": 1.0, "sharpness": 1.0}) == "unclear: all that is measured was trained"
@@ -126,7 +127,7 @@ def test_videos_without_a_camera_path_are_judged_by_the_rewards_that_were_not_tr
 
 def test_too_few_scenes_give_no_verdict_and_it_says_why():
     verdict = judged({}, trans_err_m=Interval(-3.0, math.nan, math.nan, 8, 1))
-    assert str(verdict).startswith("unclear: fewer than 5 held-out scenes give no intervals, see the table")
+    assert verdict.in_words.startswith("unclear: fewer than 5 held-out scenes give no intervals, see the table")
 
 
 def test_five_scenes_that_all_got_a_little_better_are_not_enough():

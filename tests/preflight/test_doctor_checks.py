@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from flow_grpo.preflight.doctor import epoch, evaluation, probe, schedule, weights
+from flow_grpo.preflight.doctor import epoch, probe, schedule, weights
 from flow_grpo.records import Guidance
 from tests.doctor_cases import status
 
@@ -142,5 +142,5 @@ def test_the_way_out_of_gradients_near_adam_s_eps_is_a_smaller_one():
     [(0.6, 160, 16, "ok"), (0.6, 48, 48, "ok"), (0.6, 16, 16, "warn"), (0.1, 10, 1, "warn")],
 )
 def test_an_evaluation_that_sees_only_large_changes_is_warned_of(spread, conditions, scenes, expected):
-    found = evaluation.check_power({"eval/trans_err_m": spread}, conditions, scenes)
+    found = schedule.check_power({"eval/trans_err_m": spread}, conditions, scenes)
     assert status(found) == expected

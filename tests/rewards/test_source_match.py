@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flow_grpo.maths.pictures import blur
-from flow_grpo.rewards.source_match import SourceMatch, differences
+from flow_grpo.rewards.source_match import SourceMatch, SourceTexture, differences
 from tests.room_films import conditions, film, like_a_codec
 
 TARGET = film(["arc_left", "zoom_in", "translate_up"], rooms=2)
@@ -66,3 +66,26 @@ def test_without_a_true_view_the_distances_count_in_full():
 
 def test_samples_of_a_batch_do_not_mix():
     assert torch.equal(values(TARGET.videos[2:3], CONDITIONS[2:3]), values(TARGET.videos)[2:3])
+
+
+def textures(videos: torch.Tensor) -> torch.Tensor:
+    return SourceTexture()(videos, CONDITIONS).values
+
+
+def test_another_camera_costs_less_than_a_spoiled_picture():
+    assert textures(SOURCE.videos).tolist() == [0] * 6
+    true = textures(TARGET.videos).mean()
+    noise = 0.05 * torch.randn(TARGET.videos.shape, generator=torch.Generator().manual_seed(0))
+    blocks = TARGET.videos.clone()
+    blocks[..., ::8] += 0.1
+    faded = 0.5 * TARGET.videos + 0.25
+    for spoiled in (TARGET.videos + noise, blocks, faded, blur(TARGET.videos, 2.0)):
+        assert textures(spoiled).mean() < 1.5 * true < 0
+
+
+def test_the_distance_is_that_of_sorted_differences():
+    def edges(video: torch.Tensor) -> torch.Tensor:
+        return torch.cat([video.diff(dim=dim).abs().flatten() for dim in (-1, -2)]).sort().values
+
+    exact = [(edges(one) - edges(other)).abs().mean() for one, other in zip(TARGET.videos, SOURCE.videos, strict=True)]
+    assert torch.allclose(-textures(TARGET.videos), torch.stack(exact), atol=1e-3)

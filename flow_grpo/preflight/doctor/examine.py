@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from flow_grpo.preflight.doctor.epoch import examine_epoch
-from flow_grpo.preflight.doctor.evaluation import examine_evaluation
 from flow_grpo.preflight.doctor.findings import Finding, as_table, failed, finding, merge_over_ranks, summary
 from flow_grpo.preflight.doctor.machine import examine_machine
 from flow_grpo.preflight.doctor.probe import examine_probe
@@ -29,7 +28,7 @@ from flow_grpo.runtime.ranks.process_group import RankError
 
 Check = Callable[[Trainer], Iterator[Finding]]
 
-BEFORE_SAMPLING: tuple[Check, ...] = (examine_machine, examine_schedule, examine_weights, examine_evaluation)
+BEFORE_SAMPLING: tuple[Check, ...] = (examine_machine, examine_schedule, examine_weights)
 FAST: Mapping[str, Check] = {"rollout": examine_probe}
 """Name of the finding where a check cannot be made -> check."""
 

@@ -1,4 +1,4 @@
-"""Checks of how samples are drawn, before any is: guidance, noise levels, stochastic steps.
+"""Checks of how samples are drawn, before any is: evaluation, guidance, noise levels, stochastic steps.
 
 S is the number of denoising steps.
 """
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from flow_grpo.algorithm.rollout.denoise import step_transition
+from flow_grpo.judging import power
+from flow_grpo.judging.changes import LEAST_SCENES
 from flow_grpo.judging.evaluate import eval_guidance, training_guidance
 from flow_grpo.maths.sde import coefficients
 from flow_grpo.preflight.doctor.findings import Finding, equal_on_ranks, finding
@@ -23,6 +25,7 @@ from flow_grpo.records import Guidance
 from flow_grpo.run.trainer import Trainer
 from flow_grpo.settings.sampling import Sampling, SdeSettings
 
+BLIND = 0.3  # of a metric's value: the demo changes TransErr by 44 %, most runs change it by less
 GROUPS = 64  # groups whose stochastic steps are checked
 MAX_STD = 1.0  # of a step, in units of the latents: more than the noise at sigma = 1 destroys the video
 MIN_STD = 0.01  # of the largest step: below, a percent of the latents' size, the copies of a group are the same video
@@ -51,8 +54,10 @@ class Step:
 
 
 def examine_schedule(trainer: Trainer) -> Iterator[Finding]:
-    """Check guidance, and the noise and choice of stochastic steps unless the ODE is sampled; collective call."""
+    """Check the evaluation, and the noise and choice of stochastic steps unless the ODE is sampled; collective call."""
     yield check_guidance(training_guidance(trainer.config), eval_guidance(trainer.config))
+    evaluator = trainer.evaluator
+    yield check_power(power.usual_spreads(trainer.config), len(evaluator.indices), evaluator.scenes)
     settings, allowed = trainer.collector.sampling, trainer.config.sample.sde_steps
     sigmas, sde = settings.sigmas, settings.sde
     if sde.kind == "ode":
@@ -169,3 +174,12 @@ def check_guidance(training: Guidance, evaluation: Guidance) -> Finding:
     way_out = "a rising reward/ may be guidance that the weights recover: look at the change of eval/, measured with "
     way_out += "the same guidance before and after, and at the evaluation's videos"
     return finding("guidance", message, warn="" if same else way_out)
+
+
+def check_power(spreads: dict[str, float], conditions: int, scenes: int) -> Finding:
+    """Check what an evaluation of so many conditions of so many scenes can see; `spreads` as of `judging.power`."""
+    few = scenes < LEAST_SCENES
+    blind = few or any(power.least_visible(s, conditions, scenes) > BLIND for s in spreads.values())
+    way_out = "the verdict may stay unclear: raise eval.num_conditions, and for more scenes data.report_scenes, with "
+    way_out += "eval.split='tune' data.tune_scenes"
+    return finding("evaluation", power.in_words(spreads, conditions, scenes), warn=way_out if blind else "")
