@@ -180,6 +180,7 @@ def knobs(folder: Path, changes: dict[str, str]) -> dict[str, str]:
         "data.tune_scenes": "0",
         "data.report_scenes": "0",
         "eval.num_conditions": str(CONDITIONS),
+        "eval.fixed_conditions": "0",
         "num_epochs": "1",
         "eval.num_steps": str(EVAL_STEPS),
         "debug": "True",

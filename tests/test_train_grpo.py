@@ -145,7 +145,7 @@ def test_a_run_leaves_summary_metrics_videos_checkpoints_and_an_adapter(places, 
         assert {name} <= set(summary["before"]) & set(summary["after"])
     groups = {name.partition("/")[0] for row in metrics_of(run) for name in row if "/" in name}
     by_camera = {"reward_by_camera", "eval_by_camera"}
-    assert groups == by_camera | {"reward", "policy", "dyn", "eval", "eval_floor", "train", "time", "system"}
+    assert groups == by_camera | {"reward", "policy", "dyn", "eval", "eval_floor", "fixed", "train", "time", "system"}
     logged = {name for row in metrics_of(run) for name in row} - {"step"}
     unknown = (None, "reward/<reward>_<name>")
     assert not [name for name in logged if getattr(metric_of(name), "name", None) in unknown]
@@ -264,7 +264,7 @@ def test_a_crash_in_the_last_evaluation_does_not_lose_the_checkpoint_that_is_bei
         evaluated.append(True)
         return evaluate(*args)
 
-    given = words(places, tmp_path, num_epochs=1, checkpoint__every=5)
+    given = words(places, tmp_path, num_epochs=1, checkpoint__every=5, eval__fixed_conditions=0)
     with (
         mock.patch.object(Evaluator, "run", once),
         mock.patch.object(state_files, "write", slowly),
@@ -442,7 +442,7 @@ def test_the_curves_are_told_which_metrics_decide_and_which_way_they_should_go(p
     trainer.tracker.log({"eval/trans_err_m": 0.5}, 0)
     trainer.tracker.close()
     direction, deciding = drawn[0]["direction"], drawn[0]["deciding"]
-    assert [direction(f"eval/{name}") for name in ("trans_err_m", "motion_mag", "residual")] == [-1, 1, 0]
+    assert [direction(f"eval/{name}") for name in ("trans_err_m", "motion_mag", "residual")] == [-1, 1, -1]
     # A reward that a schedule trains decides nothing.
     assert deciding(["eval/target_view", "eval/motion_mag", "eval/trans_err_m"]) == ["eval/trans_err_m"]
 

@@ -150,7 +150,7 @@ class RunState:
         Raises:
             ValueError: the state is the run's own, and they differ.
         """
-        for knob in sorted(self.measured_on.keys() & now.keys()):
+        for knob in (knob for knob in now if knob in self.measured_on):
             if self.measured_on[knob] == now[knob]:
                 continue
             if own:

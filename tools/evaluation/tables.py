@@ -53,7 +53,9 @@ def _group(rows: Sequence[Row]) -> dict[str, Any]:
         "sources": len({row["source"] for row in rows}),
         "registered": len(registered),
         "failure_rate": failures["mean"],
-        "failure_rate_interval": [failures["low"], failures["high"]],
+        "failure_rate_interval": [
+            end if end is None else min(1, max(0, end)) for end in (failures["low"], failures["high"])
+        ],
         "partly_registered": sum(row["frames_registered"] < row["frames"] for row in registered),
         "frames_registered_share": sum(row["frames_registered"] for row in rows) / sum(row["frames"] for row in rows),
         "estimator_faults": sum(bool(row["fault"]) for row in rows),
