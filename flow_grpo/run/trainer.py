@@ -474,10 +474,8 @@ class Trainer:
             self.state.fixed, self.state.fixed_on = {}, on
         self.state.fixed = found | self.state.fixed
         (forwards,) = self.world.data.all_gather_scalars({"own": self.forwards.since_mark()[0]}).values()
-        metrics = {f"fixed/{name}": value for name, value in found.items() if name in self.fixed.rewards.weights}
-        metrics |= {
-            f"fixed/{name}_start": value for name, value in self.state.fixed.items() if f"fixed/{name}" in metrics
-        }
+        metrics = {f"fixed/{name}": value for name, value in found.items()}
+        metrics |= {f"fixed/{name}_start": self.state.fixed[name] for name in found}
         return metrics | {"system/fixed_forward_equivalents": float(forwards.sum())}
 
     def weights(self) -> AbstractContextManager[Any]:
