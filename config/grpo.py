@@ -42,7 +42,7 @@ def my_recam_8npu() -> ConfigDict:
     config.model.max_prompt_tokens = 512
 
     # One stochastic step a sample, and only noise that has a log-probability tells the copies of a group apart: they
-    # share their initial noise, the steps before it are computed once a group, 5 second-order steps follow it.
+    # share their initial noise, the steps up to it are computed once a group, 5 second-order steps follow it.
     config.sample.num_steps = 16
     config.sample.shift = 5.0
     config.sample.sde = "flow"
@@ -65,7 +65,7 @@ def my_recam_8npu() -> ConfigDict:
     config.model.lora_rank = 64  # 23.6 M weights on self-attention, 0.6 M in cam_encoder
     config.model.lora_alpha = 64
     config.model.lora_full_modules = ("cam_encoder",)
-    config.train.batch_size = 2
+    config.train.batch_size = 1  # a group, of the 8 one on each device: its copies are trained on in one call
     config.train.learning_rate = 3e-4  # its twin on the tiny model learns at this rate: docs/learning.md
     config.train.ema_decay = 0.95  # evaluated and exported are weights averaged over about 20 updates
     config.train.step_weight = "inverse_gain"  # or the last stochastic steps would dominate the gradient
@@ -109,13 +109,12 @@ def my_recam_8npu_small() -> ConfigDict:
     config.data.num_frames = 33
     config.data.height = 240
     config.data.width = 416
-    # W=8, B=4: 32 samples a batch / k=8 = 4 conditions; nb=4: 128 samples and 16 conditions an epoch, 16 a rank, of
-    # which the best 2 and the worst 2 of each group are trained.
+    # W=8, B=4: 32 samples a batch / k=8 = 4 conditions; nb=4: 128 samples and 16 conditions an epoch, 16 samples a rank
+    # and 2 groups to train on.
     config.sample.train_batch_size = 4
     config.sample.k = 8
     config.sample.num_batches_per_epoch = 4
-    config.train.copies = 4
-    config.train.batch_size = 4
+    config.train.batch_size = 2
     return config
 
 
@@ -127,8 +126,6 @@ def my_recam_1gpu() -> ConfigDict:
     config.sample.num_batches_per_epoch = 4
     config.sample.layout = "contiguous"
     config.eval.num_conditions = 24  # 24 % of the run's forwards
-    # The update holds one sample's activations.
-    config.train.batch_size = 1
     return config
 
 
@@ -139,7 +136,6 @@ def my_recam_full() -> ConfigDict:
     # the frozen 1.14 B in bf16 2.1 GiB: in shards a device of 8 holds 0.9 GiB of them instead of 7.4.
     config.model.trained = "attention"
     config.train.sharding = "fsdp2"
-    config.sample.share_prefix = False  # a sharded network needs as many calls on every rank
     # Far more weights are trained than with adapters, at a tenth of their learning rate.
     config.train.learning_rate = 1e-5
     return config
@@ -152,6 +148,7 @@ def my_recam_2node() -> ConfigDict:
     """
     config = my_recam_8npu()
     # W=16, B=2: 32 samples a batch / k=8 = 4 conditions; nb=2: 64 samples and 8 conditions an epoch, 4 samples a rank.
+    # In the update 8 devices have a group; the others repeat one that does not count.
     config.sample.k = 8
     return config
 
@@ -250,8 +247,7 @@ def tiny_recam() -> ConfigDict:
 
     # Turning and moving, each normalised in its group, and the picture.
     config.reward.weights = ConfigDict({"room_rot": 1.0, "room_trans": 1.0, "target_psnr": 1.0})
-    config.train.copies = 4  # of 8: the best 2 and the worst 2
-    config.train.batch_size = 16
+    config.train.batch_size = 8  # groups of 8 copies
     config.train.step_weight = "inverse_gain"
     config.train.learning_rate = 4e-4
     config.train.ema_decay = 0.95

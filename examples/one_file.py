@@ -8,7 +8,7 @@ it. One epoch of GRPO teaches it a little of that:
     sample     8 videos ("copies") of each of 8 conditions; copies differ by the noise of one denoising step
     score      does the camera follow its command, does the picture look like the true view
     compare    the advantage of a copy: its score minus the mean of its condition's copies, divided by their spread
-    update     make the step that led to a better copy more likely, and the one that led to a worse copy less likely
+    update     make the draw that led to a better copy more likely, and the one that led to a worse copy less likely
 
 Data, model and rewards come from the library; everything between them is written out here. The numbers are those of
 `train_grpo.py --config config/grpo.py:tiny_recam` on one process, bit for bit, as a test checks (README.md's table
@@ -67,8 +67,7 @@ TAIL_STEPS = 3  # from the stochastic step to the clean video, instead of the 2 
 WEIGHTS = {"room_rot": 1.0, "room_trans": 1.0, "target_psnr": 1.0}
 FLAT_EPS, ADV_CLIP = 1e-4, 5.0  # least spread that counts as a difference; largest advantage
 
-TRAINED_COPIES = 4  # of the K: the best 2 and the worst 2
-MICRO_BATCH = 16  # rows of a backward pass
+MICRO_BATCH = 8  # groups of a backward pass
 CLIP_RANGE = 1e-3
 LEARNING_RATE, WARMUP_STEPS = 4e-4, 0
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.999), 1e-8, 1e-4
@@ -216,78 +215,78 @@ def log_prob(drawn: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 # --- 5. Sample and score
 
 
-class Sample(NamedTuple):
-    """One video: the stochastic step that led to it, which the update repeats, and its scores."""
+class Group(NamedTuple):
+    """The copies of a condition: the stochastic step in which they part, which the update repeats."""
 
-    condition: Condition  # the data set has put gid and slot on it
+    condition: Condition  # the data set has put the gid on it
     step: int  # of denoising, from SIGMAS[step] to SIGMAS[step + 1]
     before: Tensor  # (C, F, H, W) latents before the step
-    after: Tensor  # and what was drawn: the action, in the words of RL
-    log_prob: Tensor  # () of that draw
-    scores: dict[str, float]  # by reward, NaN where it could not be measured: never a default
+    after: Tensor  # (K, C, F, H, W) what each copy drew: its action, in the words of RL
+    log_probs: Tensor  # (K,) of those draws
+    scores: list[dict[str, float]]  # of each copy by reward, NaN where it could not be measured: never a default
 
 
 @torch.no_grad()
-def shared_prefixes(policy: WanPolicy, conditions: Sequence[Condition]) -> dict[int, Tensor]:
-    """Return gid -> latents (C, F, H, W) before the group's stochastic step, given one copy of every group.
+def sample_groups(policy: WanPolicy, conditions: Sequence[Condition]) -> list[Group]:
+    """Return the groups up to the draws of their copies, without scores, given one copy of every group.
 
-    Copies start from the same noise, so up to there they are the same. Noise of their own would make most of their
-    difference, and no update could learn from it: it has no probability under the policy.
+    Copies start from the same noise, so up to there they are the same: their steps and the network's velocity in the
+    stochastic one are computed once. Noise of their own would make most of their difference, and no update could learn
+    from it: it has no probability under the policy.
     """
     conditioning, shape = policy.encode(conditions), policy.latent_shape(conditions)
     latents = torch.stack([torch.randn(shape, generator=generator(SEED, "xT", copy.gid)) for copy in conditions])
-    ends = torch.tensor([stochastic_step(copy.gid) for copy in conditions])
-    for step in range(int(ends.max())):
-        rows = (ends > step).nonzero().flatten()
+    steps = torch.tensor([stochastic_step(copy.gid) for copy in conditions])
+    for step in range(int(steps.max())):
+        rows = (steps > step).nonzero().flatten()
         levels = SIGMAS[step : step + 2].expand(len(rows), -1)
         latents[rows] = follow_ode(policy, latents[rows], levels, conditioning.rows(rows))
-    return {copy.gid: row for copy, row in zip(conditions, latents, strict=True)}
+
+    # Here the copies part: each draws noise of its own.
+    mean, std = gaussian_step(policy, latents, steps, conditioning)
+    generators = [generator(SEED, "sde", condition.gid, slot) for condition in conditions for slot in range(K)]
+    noise = torch.stack([torch.randn(shape, generator=each) for each in generators])
+    means, stds = mean.repeat_interleave(K, 0), std.repeat_interleave(K)  # the copies of a group one after the other
+    after = means + per_sample(stds) * noise
+    log_probs = log_prob(after, means, stds)
+    columns = conditions, steps.tolist(), latents, after.unflatten(0, (-1, K)), log_probs.view(-1, K)
+    return [Group(*row, [{} for _ in range(K)]) for row in zip(*columns, strict=True)]
 
 
 @torch.no_grad()
 def sample_and_score(
     policy: WanPolicy, rewards: Mapping[str, Reward], batches: Sequence[Sequence[Condition]]
-) -> list[Sample]:
-    """Return a sample for every copy of every condition."""
-    prefixes = shared_prefixes(policy, [copy for batch in batches for copy in batch if copy.slot == 0])
-    samples = []
+) -> list[Group]:
+    """Return the groups, every copy of which was scored."""
+    groups = sample_groups(policy, [copy for batch in batches for copy in batch if copy.slot == 0])
+    of_gid = {group.condition.gid: group for group in groups}
     for batch in batches:
         conditioning = policy.encode(batch)  # prompt, source video and target cameras as the network reads them
-        steps = torch.tensor([stochastic_step(copy.gid) for copy in batch])
-
-        # Here the copies part: each draws noise of its own.
-        before = torch.stack([prefixes[copy.gid] for copy in batch])
-        generators = [generator(SEED, "sde", copy.gid, copy.slot) for copy in batch]
-        noise = torch.stack([torch.randn(before.shape[1:], generator=each) for each in generators])
-        mean, std = gaussian_step(policy, before, steps, conditioning)
-        after = mean + per_sample(std) * noise
-        log_probs = log_prob(after, mean, std)
-
+        steps = torch.tensor([of_gid[copy.gid].step for copy in batch])
+        after = torch.stack([of_gid[copy.gid].after[copy.slot] for copy in batch])
         clean = follow_ode(policy, after, TAILS[steps + 1], conditioning, second_order=True)
         videos = policy.decode(clean)  # (B, 3, frames, rows, columns) in [0, 1]
-        columns = {name: reward(videos, batch).values.tolist() for name, reward in rewards.items()}
-        for row, copy in enumerate(batch):
-            scores = {name: column[row] for name, column in columns.items()}
-            samples.append(Sample(copy, int(steps[row]), before[row], after[row], log_probs[row], scores))
-    return samples
+        for name, reward in rewards.items():
+            for copy, value in zip(batch, reward(videos, batch).values.tolist(), strict=True):
+                of_gid[copy.gid].scores[copy.slot][name] = value
+    return groups
 
 
 # --- 6. Compare
 
 
-def compare(samples: Sequence[Sample], floors: Mapping[str, float]) -> list[tuple[Sample, float]]:
-    """Return the samples to train on, the best and the worst copies of every group, each with its advantage.
+def compare(groups: Sequence[Group], floors: Mapping[str, float]) -> Tensor:
+    """Return the (G, K) advantages of the copies of G groups.
 
     The baseline of a copy is the mean of its group (GRPO, arXiv 2402.03300). Every reward is normalised for itself, so
     that weights need not know units. A reward's floor is its measuring noise, which must not be scaled up to full size.
     A score that is missing adds nothing to its copy's advantage.
     """
-    chosen: dict[int, float] = {}
-    for gid in sorted({sample.condition.gid for sample in samples}):
-        rows = [row for row, sample in enumerate(samples) if sample.condition.gid == gid]
+    found = []
+    for group in groups:
         advantages, flat = torch.zeros(K, dtype=torch.float64), True
         for name, weight in WEIGHTS.items():
-            values = torch.tensor([samples[row].scores[name] for row in rows], dtype=torch.float64)
+            values = torch.tensor([scores[name] for scores in group.scores], dtype=torch.float64)
             known, floor = values[values.isfinite()], max(floors[name], FLAT_EPS)
             if len(known) < 2:
                 continue
@@ -295,16 +294,11 @@ def compare(samples: Sequence[Sample], floors: Mapping[str, float]) -> list[tupl
             std = known.std(correction=0).clamp(min=floor)
             advantages += weight * torch.where(values.isfinite(), (values - known.mean()) / std, 0.0)
         if flat:
-            continue  # equally good copies teach nothing
-        # Scaled as a whole: with single values cut the group's order would be lost.
-        advantages *= (ADV_CLIP / advantages.abs().max()).clamp(max=1.0)
-        best_first = advantages.argsort(descending=True, stable=True).tolist()
-        # The copies in between have small advantages and would cost as much.
-        for copy in best_first[: TRAINED_COPIES // 2] + best_first[K - TRAINED_COPIES // 2 :]:
-            chosen[rows[copy]] = float(advantages[copy])
-    if not chosen:  # no group has a signal: a step without one, which the trainer can be told to leave out
-        return [(sample, 0.0) for sample in samples]
-    return [(samples[row], chosen[row]) for row in sorted(chosen)]
+            advantages.zero_()  # equally good copies teach nothing
+        else:  # scaled as a whole: with single values cut the group's order would be lost
+            advantages *= (ADV_CLIP / advantages.abs().max()).clamp(max=1.0)
+        found.append(advantages)
+    return torch.stack(found).float()
 
 
 # --- 7. Update
@@ -316,29 +310,33 @@ INVERSE_GAINS = 1 / (KAPPAS / STDS)
 STEP_WEIGHTS = dict(zip(SDE_STEPS, (INVERSE_GAINS / INVERSE_GAINS.mean()).tolist(), strict=True))
 
 
-def add_gradients(policy: WanPolicy, chosen: Sequence[tuple[Sample, float]]) -> dict[str, float]:
-    """Repeat the stochastic steps of the chosen samples, now with gradient, and add up the gradients of their loss."""
+def add_gradients(policy: WanPolicy, groups: Sequence[Group], advantages: Tensor) -> dict[str, float]:
+    """Repeat the stochastic step of every group, now with gradient, and add up the gradients of its copies' loss.
+
+    The step is one call of the network, however many copies a group has: only their draws and advantages differ.
+    """
     losses, differences = [], []
-    for first in range(0, len(chosen), MICRO_BATCH):
-        rows, advantages = zip(*chosen[first : first + MICRO_BATCH], strict=True)
+    for first in range(0, len(groups), MICRO_BATCH):
+        rows = groups[first : first + MICRO_BATCH]
         conditioning = policy.encode([row.condition for row in rows])
-        before, after = torch.stack([row.before for row in rows]), torch.stack([row.after for row in rows])
+        before, after = torch.stack([row.before for row in rows]), torch.cat([row.after for row in rows])
         mean, std = gaussian_step(policy, before, torch.tensor([row.step for row in rows]), conditioning)
-        new = log_prob(after, mean, std)
+        new = log_prob(after, mean.repeat_interleave(K, 0), std.repeat_interleave(K))
         # One update per epoch: the policy that sampled is the one that is trained, so the ratio of their probabilities
         # is 1, what counts is its gradient, and the clip never acts. With more updates the ratio would part from 1, and
         # the clipped loss would stop pushing a sample whose probability has changed enough.
         old = new.detach()
         ratio = (new - old).exp()
-        # The log-probability of the rollout is a check only: it must be the same but for rounding, as other rows shared
-        # its call. More would be a bug, which policy/ratio_first_max_abs_log shows.
-        differences.append((old - torch.stack([row.log_prob for row in rows])).abs())
+        # The log-probability of the rollout is a check only: it must be the same, or but for rounding where other rows
+        # shared its call. More would be a bug, which policy/ratio_first_max_abs_log shows.
+        differences.append((old - torch.cat([row.log_probs for row in rows])).abs())
 
         # PPO's clipped surrogate (arXiv 1707.06347, eq. 7), negated.
-        advantage = torch.tensor(advantages)
+        advantage = advantages[first : first + MICRO_BATCH].flatten()
         clipped = ratio.clamp(1 - CLIP_RANGE, 1 + CLIP_RANGE)
         surrogate = torch.maximum(-advantage * ratio, -advantage * clipped)
-        loss = (surrogate * torch.tensor([STEP_WEIGHTS[row.step] for row in rows]) * (1 / len(chosen))).sum()
+        weights = torch.tensor([STEP_WEIGHTS[row.step] for row in rows]).repeat_interleave(K)
+        loss = (surrogate * weights * (1 / advantages.numel())).sum()
         # log_prob is a mean over D elements with independent noise, so its gradient shrinks as 1 / sqrt(D), in large
         # videos down to Adam's eps. Times sqrt(D) an update is as large for videos of any size; ratio and clip stay.
         (loss * math.sqrt(mean[0].numel())).backward()
@@ -419,12 +417,13 @@ def main() -> tuple[list[dict[str, float]], dict[str, Tensor], list[Tensor]]:
         begun = time.perf_counter()
         loader = DataLoader(train, batch_sampler=plan(epoch, len(train)), collate_fn=list)
         batches = [[condition for _, condition in items] for items in loader]
-        samples = sample_and_score(policy, rewards, batches)
-        chosen = compare(samples, {name: reward.floor for name, reward in rewards.items()})
-        metrics = add_gradients(policy, chosen)
+        groups = sample_and_score(policy, rewards, batches)
+        advantages = compare(groups, {name: reward.floor for name, reward in rewards.items()})
+        metrics = add_gradients(policy, groups, advantages)
         take_step(optimizer, averages, norms)
 
-        scores = {name: torch.tensor([each.scores[name] for each in samples], dtype=torch.float64) for name in rewards}
+        copies = [scores for group in groups for scores in group.scores]
+        scores = {name: torch.tensor([each[name] for each in copies], dtype=torch.float64) for name in rewards}
         means = {f"reward/{name}_mean": float(column[column.isfinite()].mean()) for name, column in scores.items()}
         history.append(means | metrics | {"train/grad_norm": norms[-1]})
         shown = "  ".join(f"{name.partition('/')[2]} {value:.4g}" for name, value in history[-1].items())

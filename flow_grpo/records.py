@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -184,9 +184,12 @@ class Conditioning(Rows):
 class Trajectory(Rows):
     """The stochastic steps of a rollout: enough to replay them.
 
+    A row is a sample, or a group of k copies, which all begin with the group's first state; M is K, or k K.
+
     Attributes:
-        states: (B, K+1, C, F, H, W) fp32: the latents before the first stochastic step and after each of them.
-        log_probs: (B, K) fp32 mean log-density per latent element, in nats.
+        states: (B, M+1, C, F, H, W) fp32: the latents before the first stochastic step and after each of them, copy by
+            copy.
+        log_probs: (B, M) fp32 mean log-density per latent element, in nats.
         steps: (B, K) int64 CPU: the step numbers in the schedule, consecutive; equal within a group.
     """
 
@@ -207,19 +210,37 @@ class Trajectory(Rows):
         return dataclasses.replace(super().to(device), steps=self.steps)
 
 
+class Replayed(NamedTuple):
+    """A stochastic step that an update repeats with one row of the network for each of n rows: their m draws.
+
+    m is n, or n k in the first step of groups, in which their k copies share the latents; row 0's copies come first.
+    """
+
+    latents: Tensor  # (n, C, F, H, W) before the step
+    steps: Tensor  # (n,) int64 CPU
+    drawn: Tensor  # (m, C, F, H, W) after it
+    log_probs: Tensor  # (m,) of the draws, under the policy that sampled
+    advantages: Tensor | None  # (m,) CPU
+    weights: Tensor | None  # (m,) CPU
+
+
 @dataclasses.dataclass(frozen=True)
 class Samples(Rows):
-    """n rolled-out samples of one video size on one rank: everything an update may learn from.
+    """n rolled-out samples of one video size on one rank, or n groups: everything an update may learn from.
+
+    A row is a group of k copies where these share their first stochastic step: then the update's first call has a row
+    for each group, and all copies learn from it.
 
     Attributes:
-        keys: (n, 3) int64 CPU: gid, slot, index.
+        keys: (n, 3) int64 CPU: gid, slot, index; slot 0 of groups.
         noise_ids: (n, 2) int64 CPU: hashes of the initial noise and of the step noise, or twice the first where
             no step is stochastic.
         conditioning: n rows.
         trajectory: n rows.
         final_latents: (n, C, F, H, W) fp32 clean latents.
-        advantages: (n,) fp32 CPU, normalised within groups; None until `TrainingBatch.take`.
-        weights: (n,) fp32 CPU sample weights, 0 leaves a sample out of the loss; None until `TrainingBatch.take`.
+        advantages: (n,) or of groups (n, k) fp32 CPU, normalised within groups; None until `TrainingBatch.take`.
+        weights: likewise, sample weights, 0 leaves a sample out of the loss; None until `TrainingBatch.take`.
+        copies: samples in a row: 1, or k.
     """
 
     keys: Tensor
@@ -229,9 +250,33 @@ class Samples(Rows):
     final_latents: Tensor
     advantages: Tensor | None = None
     weights: Tensor | None = None
+    copies: int = 1
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    @property
+    def passes(self) -> int:
+        """Replays of the network that repeat all stochastic steps, see `replayed`."""
+        return 1 + self.copies * (self.trajectory.steps.shape[1] - 1)
+
+    def replayed(self, number: int) -> Replayed:
+        """Return the step of replay `number`: of samples step by step; of groups the first, then copy by copy."""
+        recorded, steps = self.trajectory, self.trajectory.steps.shape[1]
+        copies, column = list(range(self.copies)), 0
+        if number:
+            copy, column = divmod(number - 1, steps - 1)
+            copies, column = [copy], column + 1
+        draws = [copy * steps + column for copy in copies]  # of each copy
+        own = [None if values is None else values.view(len(self), -1) for values in (self.advantages, self.weights)]
+        return Replayed(
+            latents=recorded.states[:, draws[0]],
+            steps=recorded.steps[:, column],
+            drawn=torch.stack([recorded.states[:, 1 + draw] for draw in draws], dim=1).flatten(0, 1),
+            log_probs=torch.stack([recorded.log_probs[:, draw] for draw in draws], dim=1).flatten(),
+            advantages=None if own[0] is None else own[0][:, copies].flatten(),
+            weights=None if own[1] is None else own[1][:, copies].flatten(),
+        )
 
     def to(self, device: torch.device | str) -> Samples:
         """Return a copy whose conditioning and latents are on `device`; the small columns stay on the CPU."""
@@ -278,6 +323,8 @@ class ScoredBatch:
         rewards: reward name -> result of n rows.
         videos: (b, 3, T, h, w) CPU fp32, the decoded videos of the first b <= n samples, for the log.
         positions: (n,) int64 CPU, rising: each sample's index in the order in which its rank's sampler drew the round.
+        groups: the groups that this rank trains on, of this size, where copies share a stochastic step; None where
+            samples are trained on, or the rank has no group of this size.
     """
 
     conditions: tuple[Condition, ...]
@@ -285,6 +332,7 @@ class ScoredBatch:
     rewards: dict[str, RewardResult]
     videos: Tensor
     positions: Tensor
+    groups: Samples | None = None
 
     def __len__(self) -> int:
         return len(self.conditions)
@@ -292,7 +340,7 @@ class ScoredBatch:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingBatch:
-    """One rank's n samples for the update of an epoch; every rank holds equally many.
+    """One rank's n samples or groups for the update of an epoch; every rank holds equally many.
 
     Parts stay on the device where they were sampled or received; `take` copies one micro-batch at a time.
 
@@ -300,8 +348,8 @@ class TrainingBatch:
         parts: the records that hold the samples. A video size has several when its samples come from several rounds or
             from other ranks. A record may also hold rows that are not trained on.
         table: (2, n) int64 CPU: the part that holds each sample, and its row there.
-        advantages: (n,) fp32 CPU, normalised within groups.
-        weights: (n,) fp32 CPU sample weights, 0 leaves a sample out of the loss.
+        advantages: (n,) or of groups (n, k) fp32 CPU, normalised within groups.
+        weights: likewise, sample weights, 0 leaves a sample out of the loss.
         as_rolled_out: one part per size, whose rows are the rollout's batches in their order.
     """
 

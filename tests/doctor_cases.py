@@ -141,12 +141,12 @@ def one_seed_for_every_rank() -> Iterator[None]:
     """Noise depends on the position in a rank's batch only."""
 
     def draw(conditions, shape, steps, settings):
-        generator = torch.Generator().manual_seed(settings.seed)
-        rows = len(conditions)
-        initial = torch.randn((rows, *shape), generator=generator)
-        return initial, torch.randn((rows, steps, *shape), generator=generator)
+        return torch.randn((len(conditions), steps, *shape), generator=torch.Generator().manual_seed(settings.seed))
 
-    with mock.patch.object(denoise, "_draw_noise", draw):
+    def initial(_, shape, settings):
+        return torch.randn(shape, generator=torch.Generator().manual_seed(settings.seed + 1))
+
+    with mock.patch.multiple(denoise, step_noise=draw, initial_noise=initial):
         yield
 
 

@@ -92,7 +92,8 @@ def bear_witness() -> None:
         seen["rewards"] = {name: list(values.shape) for name, values in gathered.rewards.items()}
 
     def on_compare(batch, *_):
-        seen["advantages"] = batch.advantages.tolist()
+        held = [int(batch.parts[part].keys[row, 0]) for part, row in batch.table.T.tolist()]
+        seen["advantages"] = dict(zip(held, batch.advantages.tolist(), strict=True))
 
     def on_update(_, trainer, *__):
         trained = [p.detach().double() for p in trainer.updater.policy.trained_parameters()]
@@ -313,7 +314,7 @@ def test_every_rank_holds_keys_videos_and_rewards_in_the_recipe_s_shapes(run):
         # Rewards are repeated over the trained steps and gathered from all ranks.
         assert seen["repeated"] == [[E.local, E.K]]
         assert seen["rewards"] == {name: [E.W * E.local] for name in my_recam_8npu().reward.weights}
-        assert len(seen["advantages"]) == E.local
+        assert [len(own) for own in seen["advantages"].values()] == [E.k] * (E.local // E.k)
 
 
 def test_gathered_samples_are_whole_groups_whose_copies_lie_on_different_ranks(run):
@@ -323,13 +324,15 @@ def test_gathered_samples_are_whole_groups_whose_copies_lie_on_different_ranks(r
     for place, (gid, slot) in enumerate(zip(gids, slots, strict=True)):
         groups.setdefault(gid, []).append((slot, place // E.local))
     assert len(groups) == E.W * E.local // E.k
-    advantages = [value for seen in run.ranks for value in seen["advantages"]]
+    # Each group is trained on by one rank, that of one of its copies.
+    owner = {int(gid): rank for rank, seen in enumerate(run.ranks) for gid in seen["advantages"]}
+    assert len(owner) == len(groups) and all(owner[gid] in dict(members).values() for gid, members in groups.items())
+    advantages = {int(gid): own for seen in run.ranks for gid, own in seen["advantages"].items()}
     for gid, members in groups.items():
         assert sorted(slot for slot, _ in members) == list(range(E.k))
         assert len({rank for _, rank in members}) == E.k
-        own = [value for value, other in zip(advantages, gids, strict=True) if other == gid]
-        assert sum(own) == pytest.approx(0, abs=1e-4)
-    assert max(map(abs, advantages)) > 0.1
+        assert sum(advantages[gid]) == pytest.approx(0, abs=1e-4)
+    assert max(abs(value) for own in advantages.values() for value in own) > 0.1
 
 
 def rows_of(calls: dict[str, int], kind: str) -> int:
@@ -343,16 +346,17 @@ def test_the_transformer_is_called_as_often_as_the_recipe_says(run):
     assert share < recipe.eval.batch_size
     truncated = max(recipe.sample.sde_steps) + 2  # one step past the stochastic ones
     expected = {
-        "doctor sampled": E.B * truncated,
+        # A batch's rollout, its replay in one call, and one micro-batch replayed without gradient.
+        "doctor sampled": E.B * truncated + E.B * E.K + E.micro,
         "doctor trained": E.B * E.K,
-        "update trained": E.K * E.local,
+        "update trained": E.local // E.k,
         "update sampled": E.micro,  # the probe that debug asks for; old log-probs are the rollout's
     }
     blocks = windows(recipe.sample.sde_steps, recipe.sample.sde_window)
-    own = len(blocks[0]) + recipe.sample.tail_steps  # calls of a copy; those before its window are its group's
-    prefixes = [window_of(gid, blocks, seed=recipe.seed)[0] for gid in range(E.W * E.local // E.k)]
+    own = len(blocks[0]) + recipe.sample.tail_steps  # calls of a copy that shares none
+    shared = [window_of(gid, blocks, seed=recipe.seed)[0] + 1 for gid in range(E.W * E.local // E.k)]
     sampled = sum(rows_of(seen["calls"], "sample sampled") for seen in run.ranks)
-    assert sampled == E.W * E.local * own + sum(prefixes)
+    assert sampled == E.W * E.local * recipe.sample.tail_steps + sum(shared)
     measured = 0
     for rank, seen in enumerate(run.ranks):
         gids = range(rank * recipe.eval.signal_groups, (rank + 1) * recipe.eval.signal_groups)

@@ -514,7 +514,7 @@ def test_work_is_counted_as_hooks_on_the_transformer_count_it_and_as_planned(pla
         rows["counting"] = False
 
     monkeypatch.setattr(Trainer, "train_epoch", counted_epoch)
-    changes = {"train__copies": 2, "sample__num_batches_per_epoch": 4, "sample__guidance_scale": 2.0, "num_epochs": 1}
+    changes = {"sample__num_batches_per_epoch": 4, "sample__guidance_scale": 2.0, "num_epochs": 1}
     changes |= {"sample__sde_window": 1, "sample__tail_steps": 2}
     changes |= {"sample__same_initial_noise": True, "sample__share_prefix": True}
     changes |= {"reward__weights": "target_view=1,target_psnr=1,exposure=1"}  # no group is flat
@@ -525,7 +525,7 @@ def test_work_is_counted_as_hooks_on_the_transformer_count_it_and_as_planned(pla
     finally:
         hook.remove()
     (row,) = [row for row in metrics_of(tmp_path / "run") if "system/forward_equivalents" in row]
-    assert rows["backward"] == 2 * 2 * 4  # 2 copies of 4 groups, with and without prompt
+    assert rows["backward"] == 2 * 4  # 4 groups, with and without prompt
     assert row["system/forward_equivalents"] == rows["forward"] + 2 * rows["backward"]
     config, _ = read_command_line(words(places, tmp_path, **changes))
     planned = make_plan(config, 1, 1e12)

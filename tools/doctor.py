@@ -39,6 +39,7 @@ from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.start_up import refuse, set_up_rank
 from flow_grpo.settings.checks import check, check_world
 from flow_grpo.settings.loading import ConfigError
+from flow_grpo.settings.objectives import micro_batch
 from flow_grpo.settings.schema import Config
 from tools.common import make_parser
 
@@ -101,8 +102,9 @@ def examine(config: Config, spec: str, device: torch.device, world: World) -> li
 
 
 def shortened(config: Config, world_size: int) -> Config:
-    """Return the recipe with one update per epoch, of as few batches as its checks allow."""
+    """Return the recipe with one update per epoch, of as few batches as its checks and full micro-batches allow."""
     train = dataclasses.replace(config.train, updates_per_epoch=1)
+    full = micro_batch(dataclasses.replace(config, train=train))
     for batches in range(1, config.sample.num_batches_per_epoch):
         sample = dataclasses.replace(config.sample, num_batches_per_epoch=batches)
         short = dataclasses.replace(config, sample=sample, train=train)
@@ -111,7 +113,8 @@ def shortened(config: Config, world_size: int) -> Config:
             check_world(short, world_size)
         except ConfigError:
             continue
-        return short
+        if micro_batch(short) == full:
+            return short
     return dataclasses.replace(config, train=train)
 
 

@@ -22,7 +22,7 @@ from flow_grpo.models.fake_policy import transformer_config
 from flow_grpo.models.registry import is_video_model, video_model
 from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.ranks.sharding import gradient_bytes
-from flow_grpo.settings.objectives import traits_of, window_length
+from flow_grpo.settings.objectives import micro_batch, trained_rows, trains_groups, traits_of, window_length
 from flow_grpo.settings.sampling import offloads_rollouts, sampling_of
 from flow_grpo.settings.schema import Config, ModelConfig
 from flow_grpo.settings.values import parse_bucket
@@ -64,7 +64,7 @@ class Plan:
     sent_gradients_gib: float  # by a rank in an epoch, like the three that follow
     sent_weights_gib: float  # sharded ones
     sent_tokens_gib: float  # between ranks that share samples
-    sent_prefixes_gib: float  # shared ones
+    sent_prefixes_gib: float  # shared ones, and steps
     host_gib: float  # CPU memory: offloaded trajectories and frozen networks, and videos
 
     @property
@@ -91,10 +91,10 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
     most = math.ceil(sample.train_batch_size / train.context_parallel)  # samples that a rank decodes at once
     decode_bytes = decoding_peak(model, latents, most)
     copies = 1 if sample.guidance_scale == 1.0 else 2
-    rows = {sample.train_batch_size, train.batch_size}
-    counted = {n: _counted(model, latents, n * copies) for n in rows}
-    rollout, update = counted[sample.train_batch_size], counted[train.batch_size]
-    calls = sample.num_batches_per_epoch * longest_rollout(config)
+    micro = micro_batch(config)
+    counted = {n: _counted(model, latents, n * copies) for n in {sample.train_batch_size, micro}}
+    rollout, update = counted[sample.train_batch_size], counted[micro]
+    calls = rollout_calls(config)
     replays, extra = _replays(config), traits_of(config).forwards(config)
     passes = 3 + recomputed_share(config) + extra  # a backward costs two forwards, recomputation at most one more
     forward_flops = rollout.forward_flops / sample.train_batch_size
@@ -116,7 +116,7 @@ def make_plan(config: Config, devices: int, rate: float) -> Plan:
         rollout_calls=calls,
         update_calls=replays,
         forward_equivalents_per_sample=copies
-        * (rollout_steps(config) + replays * train.batch_size / sample.expanded_batch_size * passes),
+        * (rollout_steps(config) + replays * micro / sample.expanded_batch_size * passes),
         forward_tflop=forward_flops / 1e12,
         encode_tflop=codec.encode_flops / 1e12,
         decode_tflop=codec.decode_flops / 1e12,
@@ -181,28 +181,30 @@ def _transformer(model: ModelConfig) -> dict[str, Any]:
 def _replays(config: Config) -> float:
     """Return the calls with a backward of an epoch."""
     sample, train = config.sample, config.train
-    trained = (train.copies or sample.k) / sample.k
-    return traits_of(config).passes(config) * trained * sample.expanded_batch_size / train.batch_size
+    trained = 1.0 if trains_groups(config) else (train.copies or sample.k) / sample.k
+    return traits_of(config).passes(config) * trained * trained_rows(config) / micro_batch(config)
 
 
 def rollout_steps(config: Config) -> float:
-    """Return the denoising steps of a sample, a shared prefix divided by the copies, on average over the windows."""
+    """Return the denoising steps of a sample, shared ones divided by the copies, on average over the windows."""
     sample = config.sample
     if sample.sde == "ode":
         return float(sample.num_steps)
     blocks = sampling_of(config).blocks
-    prefix = sum(block[0] for block in blocks) / len(blocks)
+    until = 1 + sum(block[0] for block in blocks) / len(blocks)  # the window's first step included
     tail = sample.tail_steps or sample.num_steps - 1 - sum(block[-1] for block in blocks) / len(blocks)
-    return prefix / (sample.k if sample.share_prefix else 1) + window_length(config) + tail
+    return until / (sample.k if sample.share_prefix else 1) + window_length(config) - 1 + tail
 
 
-def longest_rollout(config: Config) -> int:
-    """Return the calls of a batch that holds groups with the first and with the last window."""
-    sample = config.sample
+def rollout_calls(config: Config) -> int:
+    """Return the calls of a rank in an epoch whose batches hold groups with the first and with the last window."""
+    sample, batches = config.sample, config.sample.num_batches_per_epoch
     if sample.sde == "ode":
-        return sample.num_steps
+        return batches * sample.num_steps
     blocks = sampling_of(config).blocks
-    return blocks[-1][0] + window_length(config) + (sample.tail_steps or sample.num_steps - 1 - blocks[0][-1])
+    shared = math.ceil(sample.expanded_batch_size / sample.k / sample.train_batch_size)  # with full calls of groups
+    until = (shared if sample.share_prefix else batches) * (blocks[-1][0] + 1)
+    return until + batches * (window_length(config) - 1 + (sample.tail_steps or sample.num_steps - 1 - blocks[0][-1]))
 
 
 def _sent(
@@ -212,16 +214,18 @@ def _sent(
     sample, train, model = config.sample, config.train, config.model
     replays, extra = _replays(config), traits_of(config).forwards(config)
     copies = 1 if sample.guidance_scale == 1.0 else 2
-    replayed = replays * train.batch_size * copies
+    replayed = replays * micro_batch(config) * copies
     rows = sample.expanded_batch_size * copies * rollout_steps(config) + replayed * (2 + extra)
     again = replayed if model.checkpointing != "none" else 0.0
     # FSDP gathers the weights block by block: once a forward, once more for its backward, which shares them with
     # recomputation.
     weights = (counted.parameters - counted.trained) * DTYPES[model.dtype].itemsize + 4.0 * counted.trained
     gathers = calls + replays * (2 + extra) if train.sharding == "fsdp2" else 0.0
-    # Of a group, the ranks that have another of its copies get its prefix.
+    # Of a group, the ranks that have another of its copies get its latents before the window and the velocity there,
+    # and its rank the later states of those copies.
     others = min(sample.k, devices // train.context_parallel) - 1
-    shares_prefix = sample.share_prefix and sample.layout != "contiguous"
+    later = (window_length(config) - 1) * trains_groups(config)
+    shared = (2 + later) * sample.share_prefix * (sample.layout != "contiguous")
     return {
         "sent_gradients_gib": gradient_bytes(
             train.sharding, counted.trained, devices, passes=replays, steps=train.updates_per_epoch
@@ -230,7 +234,7 @@ def _sent(
         "sent_tokens_gib": tokens_sent(
             config, _transformer(model), counted.tokens, video_model(model.kind).videos, rows, again
         ),
-        "sent_prefixes_gib": 4.0 * math.prod(latents) * others * sample.expanded_batch_size / sample.k * shares_prefix,
+        "sent_prefixes_gib": 4.0 * math.prod(latents) * others * sample.expanded_batch_size / sample.k * shared,
     }
 
 
@@ -286,8 +290,10 @@ def _memory(
     kept = window_length(config) + 1 if traits_of(config).replays_steps else 0
     one = 4 * (math.prod(latents) * (kept + 1) + sum(map(math.prod, inputs)) + prompt)
     offloaded = offloads_rollouts(config)
-    trajectories = one * sample.expanded_batch_size
-    on_device = one * (max(train.batch_size, sample.train_batch_size) if offloaded else sample.expanded_batch_size)
+    group = one + 4 * math.prod(latents) * (sample.k * window_length(config) - kept)
+    trajectories = one * sample.expanded_batch_size + group * trained_rows(config) * trains_groups(config)
+    waiting = max(micro_batch(config) * (group if trains_groups(config) else one), sample.train_batch_size * one)
+    on_device = waiting if offloaded else trajectories
     fixed = transformer / shards + gathered + states + frozen + on_device
     sharing = train.context_parallel
     activations = (update.kept_bytes + update.block_bytes) / sharing

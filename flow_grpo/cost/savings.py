@@ -33,11 +33,8 @@ class Saving:
 
 def knobs(config: Config, devices: int) -> list[Saving]:
     """Return the knobs of a recipe that can save memory, about the cheapest first."""
-    model, train, sample = config.model, config.train, config.sample
+    model, train = config.model, config.train
     can_shard = train.sharding == "ddp" and devices > 1
-    shards: Values = {"train.sharding": "fsdp2"}
-    # A sharded network needs as many calls on every rank.
-    shards |= {"sample.share_prefix": False} if sample.share_prefix else {}
     found: list[tuple[bool, Values]] = [
         (not model.vae_slicing, {"model.vae_slicing": True}),
         (model.checkpointing == "none", {"model.checkpointing": "keep_attention"}),
@@ -46,7 +43,7 @@ def knobs(config: Config, devices: int) -> list[Saving]:
         (not model.encodings, {"model.encodings": "FOLDER"}),
         (not offloads_rollouts(config), {"sample.offload": True}),
         (not model.offload, {"model.offload": True}),
-        (can_shard, shards),
+        (can_shard, {"train.sharding": "fsdp2"}),
     ]
     inexact: list[tuple[bool, Values]] = [
         (model.dtype == "fp32", {"model.dtype": "bf16"}),

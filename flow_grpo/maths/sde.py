@@ -80,6 +80,15 @@ class Transition:
     gain: Tensor
     has_density: bool = True
 
+    def repeated(self, copies: int) -> Transition:
+        """Return the Gaussians of `copies` draws from each row's, (B * copies, ...), those of a row together."""
+        if copies == 1:
+            return self
+        rows = {name: getattr(self, name) for name in ("mean", "std", "c", "gain")}
+        return dataclasses.replace(
+            self, **{name: value.repeat_interleave(copies, 0) if value.ndim else value for name, value in rows.items()}
+        )
+
 
 def coefficients(
     sigma: float | Tensor,

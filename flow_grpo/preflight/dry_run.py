@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flow_grpo.algorithm import debug_print
 from flow_grpo.algorithm.rollout.denoise import rollout
+from flow_grpo.algorithm.rollout.shared_step import shared_steps
 from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.algorithm.update.objective import build_objective
 from flow_grpo.algorithm.update.updater import Updater
@@ -25,6 +26,7 @@ from flow_grpo.records import Condition, RewardResult, Samples, ScoredBatch, Tra
 from flow_grpo.run import parts
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.process_group import World
+from flow_grpo.settings.objectives import trained_rows
 from flow_grpo.settings.sampling import sampling_of
 from flow_grpo.settings.schema import Config
 
@@ -68,13 +70,16 @@ def epoch_tensors(config: Config, size: tuple[int, int, int], world_size: int) -
     batch = _rolled_out(policy, config, size, found)
     batches = config.sample.num_batches_per_epoch
     samples = Samples.concatenate([batch.samples] * batches)
+    trained = samples
+    if batch.groups is not None:
+        trained = batch.groups.rows(torch.arange(trained_rows(config)) % len(batch.groups))
     epoch = dataclasses.replace(batch, conditions=batch.conditions * batches, samples=samples)
     views = debug_print.batch_view(epoch, sampling_of(config).sigmas, config.reward.weights)
     found |= {("epoch", name): value for name, value in views.items() if isinstance(value, Tensor)}
     rewards = torch.empty(world_size * config.sample.expanded_batch_size)
     repeated = debug_print.repeat_over_steps(rewards, samples.trajectory.steps.shape[1])
     found |= {("gather", "rewards"): rewards, ("gather", "rewards.avg over steps"): repeated}
-    _update(policy, config, samples, found)
+    _update(policy, config, trained, found)
     return found
 
 
@@ -92,7 +97,29 @@ def _rolled_out(policy: FakePolicy, config: Config, size: tuple[int, int, int], 
     conditioning = policy.encode(conditions)
     sampling = sampling_of(config)
     windows = sampling.windows(condition.gid for condition in conditions)
-    samples = rollout(policy, conditions, conditioning, windows, sampling)
+    groups = known = None
+    if config.sample.share_prefix:
+        gids, sample = [[condition.gid for condition in conditions]], config.sample
+        shared, records = shared_steps(
+            policy,
+            [(conditions, conditioning)],
+            gids,
+            sampling,
+            k=sample.k,
+            rows=sample.train_batch_size,
+            group=World().data,
+            sync_errors=contextlib.nullcontext,
+        )
+        known = torch.stack([shared[condition.gid] for condition in conditions])
+        groups = next(iter(records), None)
+        if groups is not None:  # as if the copies had taken the later steps of their window
+            draws = [slot for slot in range(sample.k) for _ in windows[0]]
+            states = groups.trajectory.states[:, [0, *(1 + draw for draw in draws)]]
+            trajectory = dataclasses.replace(
+                groups.trajectory, states=states, log_probs=groups.trajectory.log_probs[:, draws]
+            )
+            groups = dataclasses.replace(groups, trajectory=trajectory)
+    samples = rollout(policy, conditions, conditioning, windows, sampling, known)
     videos = policy.decode(samples.final_latents)
     if conditions[0].source_video is not None:
         found["data", "source_video"] = conditions[0].source_video
@@ -100,12 +127,13 @@ def _rolled_out(policy: FakePolicy, config: Config, size: tuple[int, int, int], 
     found |= {("rollout", name): tensor for name, tensor in samples.trajectory.tensors().items()}
     found |= {("rollout", "final_latents"): samples.final_latents, ("decode", "videos"): videos}
     reward = RewardResult(torch.ones(rows), torch.ones(rows, dtype=torch.bool), ("",) * rows)
-    return ScoredBatch(conditions, samples, dict.fromkeys(config.reward.weights, reward), videos, torch.arange(rows))
+    rewards = dict.fromkeys(config.reward.weights, reward)
+    return ScoredBatch(conditions, samples, rewards, videos, torch.arange(rows), groups)
 
 
 def _update(policy: FakePolicy, config: Config, samples: Samples, found: Tensors) -> None:
     """Take the epoch's optimizer steps; every trained tensor must receive a gradient."""
-    ones, rows = torch.ones(len(samples)), torch.arange(len(samples))
+    ones, rows = torch.ones(len(samples), samples.copies).squeeze(1), torch.arange(len(samples))
     batch = TrainingBatch((samples,), torch.stack([torch.zeros_like(rows), rows]), ones, ones)
     if config.train.kl_coef > 0:
         policy.keep_reference()

@@ -14,7 +14,7 @@ from flow_grpo.maths.reward_rules import weights_at
 from flow_grpo.maths.schedule import flow_sigmas, windows
 from flow_grpo.maths.sde import coefficients
 from flow_grpo.settings.errors import refusal
-from flow_grpo.settings.objectives import traits_of
+from flow_grpo.settings.objectives import trained_rows, trains_groups, traits_of
 from flow_grpo.settings.schema import Config, RewardConfig
 
 # Rewards that a camera standing still loses; a server's may be one.
@@ -23,11 +23,6 @@ FOLLOWING = ("pose_rot", "pose_trans", "view_disp", "room_pose", "room_rot", "ro
 
 # Knob, when it is refused, what it must be, and the way out; in braces other knobs, and numbers that `check` adds.
 Rule = tuple[str, Callable[[Config], object], str, str]
-
-HELD = (
-    "the {sample.expanded_batch_size} samples a rank holds per epoch (train_batch_size {sample.train_batch_size} x "
-    "num_batches_per_epoch {sample.num_batches_per_epoch})"
-)
 
 
 def _overlap(one: str, other: str) -> bool:
@@ -66,9 +61,6 @@ RULES: tuple[Rule, ...] = (
      "pass --config.sample.share_prefix=false"),
     ("sample.share_prefix", lambda c: c.sample.share_prefix and not c.sample.same_initial_noise,
      "needs copies that share their initial noise", "pass --config.sample.same_initial_noise=true"),
-    ("sample.share_prefix", lambda c: c.sample.share_prefix and c.train.sharding == "fsdp2",
-     "leaves ranks with different numbers of calls, which train.sharding='fsdp2' does not allow",
-     "pass --config.sample.share_prefix=false"),
     ("reward.flat_eps", lambda c: c.reward.gates and c.reward.flat_eps == 0,
      "must be above 0 with reward.gates: copies that fail are put below the others by twice it or twice the "
      "reward's own noise floor, which may be 0", "leave it as it was"),
@@ -77,10 +69,9 @@ RULES: tuple[Rule, ...] = (
                 and (c.train.copies or c.train.sharding != "ddp")),
      "leaves ranks with different numbers of samples, which train.copies and sharded weights do not allow",
      "pass --config.dynamic_sampling.policy=pad"),
-    ("train.updates_per_epoch", lambda c: c.sample.expanded_batch_size % c.train.updates_per_epoch,
-     f"must divide {HELD}", "pass --config.train.updates_per_epoch=1"),
-    ("train.batch_size", lambda c: c.train.batch_size > c.sample.expanded_batch_size // c.train.updates_per_epoch,
-     f"must be at most {{share}}, one update's share of {HELD}", "pass --config.train.batch_size={share}"),
+    ("train.updates_per_epoch", lambda c: trained_rows(c) % c.train.updates_per_epoch,
+     "must divide the {rows} {what} a rank trains on per epoch (train_batch_size {sample.train_batch_size} x "
+     "num_batches_per_epoch {sample.num_batches_per_epoch})", "pass --config.train.updates_per_epoch=1"),
     ("train.copies", lambda c: c.train.copies > c.sample.k,
      "must be at most sample.k={sample.k}", "pass --config.train.copies=0 to train all"),
     ("train.old_log_prob", lambda c: c.train.old_log_prob == "detach" and c.train.updates_per_epoch > 1,
@@ -109,7 +100,8 @@ def check(config: Config) -> None:
     """
     numbers = {
         "last_step": config.sample.num_steps - 2,
-        "share": config.sample.expanded_batch_size // config.train.updates_per_epoch,
+        "rows": trained_rows(config),
+        "what": "groups" if trains_groups(config) else "samples",
         "least_wait": 1.5 * config.distributed.silent_s,
     }
     for knob, refused, bound, way_out in RULES:

@@ -7,6 +7,7 @@ with the methods of `Objective` (algorithm/update/objective.py) and one entry he
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
@@ -24,12 +25,13 @@ class Traits:
 
     implementation: str  # "MODULE:CLASS"
     replays_steps: bool  # it learns from the stochastic steps of the rollout, which trajectories then keep
-    passes: Callable[[Config], int]  # backward passes over a sample
+    passes: Callable[[Config], int]  # backward passes over a row of the update
     # Calls without gradient beside each of them: reference, old policy, averaged weights.
     forwards: Callable[[Config], int]
     forbids: Callable[[Config], None]  # raises ConfigError for settings that cannot work with it
-    # A pass is one of the stochastic steps, and its class has the `replay`, `reference_mean` and `step_weight` of
-    # `GrpoObjective`: the doctor examines step by step, else only that the loss repeats itself.
+    # A pass is one of the stochastic steps, of samples or of groups (`Samples.replayed`), and its class has the
+    # `replay`, `reference_mean` and `step_weight` of `GrpoObjective`: the doctor examines step by step, else only that
+    # the loss repeats itself.
     single_steps: bool = False
 
 
@@ -45,6 +47,22 @@ def window_length(config: Config) -> int:
     """Return the stochastic steps of a sample."""
     sample = config.sample
     return 0 if sample.sde == "ode" else sample.sde_window or len(sample.sde_steps)
+
+
+def trains_groups(config: Config) -> bool:
+    """Return whether a row of the update is a group: its copies share the first stochastic step, and so its replay."""
+    return config.sample.share_prefix and traits_of(config).single_steps
+
+
+def trained_rows(config: Config) -> int:
+    """Return an epoch's rows of the update on a rank: groups, or samples, of which `train.copies` may take a part."""
+    held = config.sample.expanded_batch_size
+    return math.ceil(held / config.sample.k) if trains_groups(config) else held
+
+
+def micro_batch(config: Config) -> int:
+    """Return the most rows of a micro-batch: those of an optimizer step where `train.batch_size` is more."""
+    return min(config.train.batch_size, math.ceil(trained_rows(config) / config.train.updates_per_epoch))
 
 
 def old_log_probs(train: TrainConfig, *, as_rolled_out: bool) -> OldLogProbs:
@@ -67,11 +85,18 @@ def old_log_probs(train: TrainConfig, *, as_rolled_out: bool) -> OldLogProbs:
 def _grpo_forwards(config: Config) -> int:
     sample, train = config.sample, config.train
     # Where all videos have one size and dynamic sampling moves none.
-    whole_batches = sample.num_batches_per_epoch % train.updates_per_epoch == 0
-    as_rolled_out = train.batch_size == sample.train_batch_size and not train.copies and whole_batches
+    rows, most = trained_rows(config), sample.train_batch_size
+    whole_batches = train.updates_per_epoch == 1 or (rows % most == 0 and rows // most % train.updates_per_epoch == 0)
+    whole_batches &= not train.copies or trains_groups(config)
+    as_rolled_out = micro_batch(config) == min(most, rows) and whole_batches
     old = old_log_probs(train, as_rolled_out=as_rolled_out)
     calls_for_old = old == "recompute" or (train.guard and old == "rollout")  # the guard needs the old means as well
     return (train.kl_coef > 0) + calls_for_old
+
+
+def _grpo_passes(config: Config) -> int:
+    steps = window_length(config)
+    return 1 + (steps - 1) * config.sample.k if trains_groups(config) else steps
 
 
 def _grpo_forbids(config: Config) -> None:
@@ -107,7 +132,7 @@ OBJECTIVES = {
     "grpo": Traits(
         implementation="flow_grpo.algorithm.update.objective:GrpoObjective",
         replays_steps=True,
-        passes=window_length,
+        passes=_grpo_passes,
         forwards=_grpo_forwards,
         forbids=_grpo_forbids,
         single_steps=True,

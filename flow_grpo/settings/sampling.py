@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from flow_grpo.maths.schedule import flow_sigmas, tail_levels, window_of, windows
-from flow_grpo.settings.objectives import traits_of
+from flow_grpo.settings.objectives import trains_groups, traits_of
 from flow_grpo.settings.schema import Config
 
 
@@ -37,6 +37,7 @@ class Sampling:
     # (S+1, m+1) fp32 CPU noise levels of a short tail of m second-order steps, by the level it starts from; None
     # follows `sigmas` by first-order steps.
     tails: Tensor | None = None
+    trains_groups: bool = False  # a row of the update is a group, see `objectives.trains_groups`
     record: bool = True  # keep the stochastic steps for the update; without, `Trajectory` is empty
     # Calls of the network that every batch makes in its prefix and in its tail, whatever its windows, for a sharded
     # network that all ranks must call equally often; None makes as many as are needed.
@@ -69,6 +70,7 @@ def sampling_of(config: Config) -> Sampling:
         same_initial_noise=sample.same_initial_noise,
         blocks=blocks,
         tails=tail_levels(sample.num_steps, sample.shift, sample.tail_steps) if sample.tail_steps else None,
+        trains_groups=trains_groups(config),
         record=traits_of(config).replays_steps,
         calls=calls,
     )
@@ -77,4 +79,5 @@ def sampling_of(config: Config) -> Sampling:
 def offloads_rollouts(config: Config) -> bool:
     """Return whether samples wait for the update in CPU memory."""
     # A pool grows over several rounds, and copies are chosen from a whole round.
-    return config.sample.offload or config.dynamic_sampling.enabled or config.train.copies > 0
+    chosen = config.train.copies > 0 and not trains_groups(config)
+    return config.sample.offload or config.dynamic_sampling.enabled or chosen

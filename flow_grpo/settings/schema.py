@@ -168,10 +168,14 @@ class SampleConfig(Section):
     layout: Literal["spread", "shuffled", "contiguous"] = knob(
         "spread", "placement of a group's copies: on different ranks | random | all on one rank"
     )
-    offload: Bool = knob(False, "keep trajectories in CPU memory; dynamic sampling and train.copies always do")
+    offload: Bool = knob(
+        False, "keep trajectories in CPU memory; dynamic sampling always does, train.copies without share_prefix"
+    )
     same_initial_noise: Bool = knob(False, "the copies of a group share their initial noise; step noise differs")
     share_prefix: Bool = knob(
-        False, "compute steps before a group's window once for its copies; needs same_initial_noise"
+        False,
+        "compute the steps before a group's window and its first stochastic step once for all copies, in rollout and "
+        "update; needs same_initial_noise",
     )
 
     @property
@@ -251,11 +255,17 @@ class TrainConfig(Section):
     trust_coef: Float = knob(
         0.1, "in objective 'forward', weight of the squared distance to the averaged weights' velocity", ge=0, le=MOST
     )
-    batch_size: Int = knob(2, "samples per rank and micro-batch of the update; gradients accumulate", ge=1, le=MOST)
+    batch_size: Int = knob(
+        2, "samples, or with sample.share_prefix groups, per rank and micro-batch of the update", ge=1, le=MOST
+    )
     sharding: Literal["ddp", "fsdp2"] = knob("ddp", "replicated | FSDP2: weights, gradients and moments sharded")
     context_parallel: Int = knob(1, "ranks in a row that share a sample's tokens (sequence parallelism)", ge=1, le=1024)
     copies: Int = knob(
-        0, "trained copies of a group: its best and worst, half as many each; 0 all", ge=0, multiple_of=2
+        0,
+        "trained copies of a group: its best and worst, half as many each; 0 all, which with sample.share_prefix costs "
+        "no more",
+        ge=0,
+        multiple_of=2,
     )
     updates_per_epoch: Int = knob(1, "optimizer steps per epoch", ge=1)
     learning_rate: Float = knob(1e-4, "of AdamW, constant after the warm-up", gt=0, le=MOST)

@@ -302,8 +302,9 @@ def test_a_group_may_be_judged_by_one_named_reward():
     valid = gathered.valid | {"hit": hits >= 0}
     judged = dataclasses.replace(gathered, rewards=gathered.rewards | {"hit": hits}, valid=valid)
     sampling = dynamic(world, local=16, metric="hit", max_resample_times=0)
-    assert [g.kind for g in sampling.groups(judged, 0, REWARD)] == ["flat", "flat", "flat", "valid"]
-    assert [g.kind for g in dynamic(world, local=16).groups(judged, 0, REWARD)] == ["valid", "valid", "flat", "flat"]
+    whole = compare.everything(collected, judged, world)
+    assert [g.kind for g in sampling.groups(whole, 0, REWARD)] == ["flat", "flat", "flat", "valid"]
+    assert [g.kind for g in dynamic(world, local=16).groups(whole, 0, REWARD)] == ["valid", "valid", "flat", "flat"]
     _, metrics = sampling.choose(collected, judged, rounds.draw, reward=REWARD, shortages=[])
     assert metrics["dyn/flat_groups"] == 3.0
     assert metrics["dyn/valid_groups_ratio_initial"] == 0.25
@@ -312,13 +313,14 @@ def test_a_group_may_be_judged_by_one_named_reward():
 def test_groups_are_judged_behind_the_gates_and_by_the_weights_of_the_epoch():
     """A group in which no copy keeps the source is flat; one whose only difference is the gate is not."""
     sampling = dynamic(World(), local=16)
-    _, gathered = Rounds(World(), kinds_of([2], 4), local=16).draw(0)
+    batches, gathered = Rounds(World(), kinds_of([2], 4), local=16).draw(0)
     holder = torch.tensor([0.0, 1.0, 0.0, 1.0], dtype=torch.float64)[gathered.gids] * (gathered.slots != 2)
     judged = dataclasses.replace(
         gathered,
         rewards=gathered.rewards | {"source": holder},
         valid=gathered.valid | {"source": torch.ones(16, dtype=torch.bool)},
     )
+    judged = compare.everything(batches, judged, World())
     gates = {"scripted": ("source", 0.5)}
     reward = reward_config(weights={"scripted": 1.0, "source": 0.0}, gates=gates, flat_eps=1e-4)
     assert [g.kind for g in sampling.groups(judged, 0, reward)] == ["flat", "valid", "flat", "valid"]

@@ -74,18 +74,22 @@ def test_samples_with_different_windows_in_one_batch_are_those_of_batches_with_o
         )
 
 
-def test_a_given_prefix_replaces_the_steps_before_the_window_bit_for_bit():
+def test_a_given_prefix_and_velocity_replace_the_steps_until_the_window_s_first_bit_for_bit():
     policy, conditions, windows = ToyPolicy(), group(3, 4), [(2, 3)] * 4
     own = whole(policy, conditions, windows=windows, same_initial_noise=True)
     settings = Sampling(SIGMAS, SDE, 5, same_initial_noise=True)
     steps = window_rows(windows, settings)
     noise = torch.stack([initial_noise(condition, SHAPE, settings) for condition in conditions])
-    first = prefix(policy, noise, policy.encode(conditions), steps, settings)
+    conditioning = policy.encode(conditions)
+    first = prefix(policy, noise, conditioning, steps, settings)
+    with torch.no_grad():
+        velocity = policy.velocity(first, SIGMAS[steps[:, 0]], conditioning)
     policy.calls.clear()
-    given = rollout(policy, conditions, policy.encode(conditions), windows, settings, first[:1].expand_as(first))
+    known = torch.stack([first, velocity], dim=1)[:1].expand(4, 2, *SHAPE)
+    given = rollout(policy, conditions, conditioning, windows, settings, known)
     assert torch.equal(given.final_latents, own.final_latents)
     assert torch.equal(given.trajectory.states, own.trajectory.states)
-    assert len(policy.calls) == len(SIGMAS) - 1 - 2
+    assert len(policy.calls) == len(SIGMAS) - 1 - 3
 
 
 def test_a_short_tail_takes_its_number_of_calls_from_every_window():

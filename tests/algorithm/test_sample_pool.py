@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from flow_grpo.algorithm.groups.compare import table_of
+from flow_grpo.algorithm.groups.compare import everything
 from flow_grpo.algorithm.groups.sample_pool import SamplePool
 from flow_grpo.algorithm.groups.selection import place
 from flow_grpo.records import Trajectory
@@ -14,16 +14,12 @@ from tests.rounds import Rounds, kinds_of, rows_by_position
 from tests.workers import run_ranks
 
 
-def held(batches):
-    return [batch.samples for batch in batches], table_of(batches)
-
-
 def test_samples_of_several_rounds_come_out_in_the_order_of_the_placement():
     rounds = Rounds(World(), kinds_of([4, 4], 4), local=16)
     pool = SamplePool(16, World())
     for number, wanted in enumerate((range(16), {18, 22, 26, 30})):
         batches, gathered = rounds.draw(number)
-        pool.add(*held(batches), gathered, wanted)
+        pool.add(everything(batches, gathered, World()), wanted)
     placement = place([0, 4, 8, 12, 18, 22, 26, 30], per_round=16, world_size=1)
     chosen, moved = pool.take(placement)
     assert moved == 0
@@ -37,12 +33,12 @@ def test_a_part_of_a_round_does_not_keep_the_whole_in_memory_and_a_sample_that_i
     rounds = Rounds(World(), kinds_of([4], 4), local=16)
     batches, gathered = rounds.draw(0)
     pool = SamplePool(16, World())
-    pool.add(*held(batches), gathered, {0, 4})
+    pool.add(everything(batches, gathered, World()), {0, 4})
     ((kept, _), _) = pool._held.values()
     whole = batches[0].samples.trajectory.states
     assert kept.trajectory.states.untyped_storage().nbytes() == 2 * whole[0].nbytes
     pool = SamplePool(16, World())
-    pool.add(*held(batches), gathered, range(16))
+    pool.add(everything(batches, gathered, World()), range(16))
     chosen, _ = pool.take(place([0, 4, 8, 12, 0, 4, 8, 12], per_round=16, world_size=1))
     assert rows_by_position(chosen) == dict(enumerate([(0, slot) for slot in range(4) for _ in range(2)]))
     assert chosen.parts == (batches[0].samples,)
@@ -68,7 +64,7 @@ def _move_large_samples(world: World, local: int, mebibytes: int) -> tuple[float
         )
         per_round = local * world.data.size
         wanted = range(per_round) if number == 0 else range(per_round, per_round + 4)
-        pool.add([large], table_of([batch]), gathered, wanted)
+        pool.add(everything([dataclasses.replace(batch, samples=large)], gathered, world), wanted)
         del states, large, samples, batch
     groups = [tuple(range(4 * j, 4 * j + 4)) for j in range(world.data.size - 1)]
     groups.append(tuple(range(per_round, per_round + 4)))

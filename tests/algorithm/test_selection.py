@@ -163,12 +163,14 @@ def test_any_pattern_of_validity_gives_equal_sizes_whole_groups_and_no_duplicate
 def test_groups_are_found_whatever_the_order_of_their_copies_and_an_incomplete_one_is_not_taken_for_flat():
     gids, slots = torch.tensor([7, 3, 7, 3, 9, 9]), torch.tensor([1, 0, 0, 1, 1, 0])
     flat, incomplete = torch.tensor([True, True, False]), torch.tensor([True, False, False])
-    found = groups_of(gids, slots, flat=flat, incomplete=incomplete, first_row=100)
+    found = groups_of(gids, slots, flat=flat, incomplete=incomplete, pool_row={row: 100 + row for row in range(6)})
     assert found == (
         SampleGroup(3, (101, 103), "incomplete"),
         SampleGroup(7, (102, 100), "flat"),
         SampleGroup(9, (105, 104), "valid"),
     )
+    found = groups_of(gids, slots, flat=flat, incomplete=incomplete, pool_row={1: 20, 2: 22, 5: 21})
+    assert [group.rows for group in found] == [(20,), (22,), (21,)]  # copies are trained on together
 
 
 def test_every_epoch_pads_with_other_groups():

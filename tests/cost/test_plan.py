@@ -22,7 +22,8 @@ from tools import plan
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--config.model.path=nowhere", "--config.data.height=64", "--config.data.width=64"]
-SHARDED = ["--config.model.trained=full", "--config.train.sharding=fsdp2", "--config.sample.share_prefix=false"]
+ALONE = ["--config.sample.share_prefix=false", "--config.train.batch_size=2"]  # a row of the update for every copy
+SHARDED = ["--config.model.trained=full", "--config.train.sharding=fsdp2"]
 
 
 def planned(capsys, *words: str, recipe: str = "my_recam_8npu") -> tuple[int, dict[str, float]]:
@@ -36,32 +37,40 @@ def test_the_plan_of_the_8_npu_recipe_is_the_arithmetic_of_its_numbers(capsys):
     assert (found["tokens"], found["samples_per_epoch"], found["rollout_calls"], found["update_calls"]) == (
         65_520,
         32,
-        2 * (5 + 1 + 5),  # of a batch whose groups have the first and the last window
-        2,
+        5 + 1 + 2 * 5,  # of a group with the last window, and the tails of two batches
+        1,
     )
-    prefix = (0 + 1 + 2 + 3 + 4 + 5) / 6 / 4  # steps before the window, once for 4 copies
-    assert found["forward_equivalents_per_sample"] == prefix + 1 + 5 + 4
+    shared = ((0 + 1 + 2 + 3 + 4 + 5) / 6 + 1) / 4  # steps up to the window's first, once for 4 copies
+    assert found["forward_equivalents_per_sample"] == shared + 5 + 4 / 4 <= 7
     forward = found["forward_tflop"]
     assert forward == pytest.approx(955, rel=0.01)
-    assert found["rollout_s"] == pytest.approx((prefix + 1 + 5) * 4 * forward / 300, rel=1e-3)  # of 4 samples
-    assert found["update_s"] == pytest.approx(4 * 4 * forward / 300, rel=1e-3)  # forward, again, and its backward
+    assert found["rollout_s"] == pytest.approx((shared + 5) * 4 * forward / 300, rel=1e-3)  # of 4 samples
+    assert found["update_s"] == pytest.approx(
+        4 * forward / 300, rel=1e-3
+    )  # of a group: forward, again, and its backward
     latent = 4 * 16 * 21 * 60 * 104
     prompts = 4 * 4 * 512 * 4096
-    # Two states, the final and the source's latents.
-    assert found["trajectories_gib"] == pytest.approx((4 * 4 * latent + prompts) / 2**30, rel=1e-3)
-    assert 20 < found["update_gib"] < 60
+    # Of 4 samples two states, the final and the source's latents; of their group five states and the source's.
+    assert found["trajectories_gib"] == pytest.approx((22 * latent + 1.25 * prompts) / 2**30, rel=1e-3)
+    assert 20 < found["update_gib"] < 30
 
 
-def test_a_shared_prefix_a_single_step_and_a_short_tail_are_counted(capsys):
+def test_shared_steps_a_single_one_and_a_short_tail_are_counted(capsys):
     one = ["--config.sample.sde_window=1", "--config.sample.sde_steps=1,3", "--config.sample.share_prefix=false"]
     words = [*one, "--config.sample.tail_steps=5"]
     _, short = planned(capsys, *words)
     assert short["forward_equivalents_per_sample"] == 2 + 1 + 5 + 4  # the window starts at step 1 or 3
     shared = ["--config.sample.share_prefix=true"]
     _, found = planned(capsys, *words, *shared)
-    assert found["forward_equivalents_per_sample"] == 2 / 4 + 1 + 5 + 4
-    latent = 4 * 16 * 21 * 60 * 104  # of one group a rank, sent to the three ranks with its other copies
-    assert found["sent_prefixes_gib"] == pytest.approx(3 * latent / 2**30, rel=1e-6)
+    assert found["forward_equivalents_per_sample"] == (2 + 1) / 4 + 5 + 4 / 4
+    latent = (
+        4 * 16 * 21 * 60 * 104
+    )  # of one group a rank, sent to the three ranks with its other copies, and a velocity
+    assert found["sent_prefixes_gib"] == pytest.approx(3 * 2 * latent / 2**30, rel=1e-6)
+    two = ["--config.sample.sde_window=2", "--config.sample.sde_steps=0,1,2,3", *words[3:], *shared]
+    _, found = planned(capsys, *two)
+    assert found["forward_equivalents_per_sample"] == (1 + 1) / 4 + 1 + 5 + 4 * (1 / 4 + 1)
+    assert found["sent_prefixes_gib"] == pytest.approx(3 * 3 * latent / 2**30, rel=1e-6)  # a later state of each copy
     assert short["sent_prefixes_gib"] == 0
     _, guided = planned(capsys, *words, "--config.sample.guidance_scale=5")
     assert guided["forward_equivalents_per_sample"] == 2 * short["forward_equivalents_per_sample"]
@@ -126,8 +135,8 @@ def test_the_model_folder_is_measured_where_there_is_one(capsys):
         (["--config.model.offload=true"], ["weights_gib", "update_gib"], ["host_gib"]),
         (["--config.model.encodings=enc"], ["weights_gib", "update_gib", "rollout_gib"], []),
         (["--config.sample.offload=true"], ["trajectories_gib"], ["host_gib"]),
-        (["--config.train.copies=2"], ["trajectories_gib"], ["host_gib"]),  # chosen from a whole round
-        (["--config.train.batch_size=1"], ["activations_gib", "update_gib"], ["update_calls"]),
+        ([*ALONE, "--config.train.copies=2"], ["trajectories_gib"], ["host_gib"]),  # chosen from a whole round
+        ([*ALONE, "--config.train.batch_size=1"], ["activations_gib", "update_gib"], ["update_calls"]),
         (["--config.train.ema_decay=0.9"], [], ["optimizer_gib"]),
         (["--config.model.trained=attention", "--config.train.kl_coef=0.1"], [], ["optimizer_gib", "update_s"]),
     ],
@@ -135,6 +144,7 @@ def test_the_model_folder_is_measured_where_there_is_one(capsys):
 def test_every_way_out_moves_the_numbers_it_is_named_for(capsys, change, smaller, larger):
     tiny = {"recipe": "my_recam_8npu_tiny"}
     words = [*SMALL, "--config.model.dtype=bf16", "--config.model.trained=lora", "--config.train.ema_decay=0"]
+    words += ALONE if change[:2] == ALONE else []
     _, before = planned(capsys, *words, **tiny)
     _, after = planned(capsys, *words, *change, **tiny)
     assert all(after[name] < before[name] for name in smaller), (before, after)
@@ -149,12 +159,13 @@ def test_shards_divide_what_a_rank_holds(capsys):
 
 def test_old_log_probabilities_that_are_scored_again_take_their_time(capsys):
     one_update = ["--devices", "1", "--tflops", "300"]
-    for words, passes in (([], 4), (["--config.train.old_log_prob=recompute"], 5), (["--config.train.copies=2"], 2)):
+    half = ["--config.train.copies=2"]  # for groups the price is the same
+    for words, rows in (([], 4), (["--config.train.old_log_prob=recompute"], 5), (half, 4), ([*ALONE, *half], 4 * 2)):
         _, found = planned(capsys, *one_update, *words, recipe="my_recam_1gpu")
-        assert found["update_s"] == pytest.approx(16 * passes * found["forward_tflop"] / 300, rel=1e-3)
+        assert found["update_s"] == pytest.approx(4 * rows * found["forward_tflop"] / 300, rel=1e-3)
     two_updates = ["--config.train.updates_per_epoch=2", "--config.train.guard=true", "--config.train.step_weight=none"]
     _, several = planned(capsys, *one_update, *two_updates, recipe="my_recam_1gpu")
-    assert several["update_s"] == pytest.approx(16 * 5 * several["forward_tflop"] / 300, rel=1e-3)
+    assert several["update_s"] == pytest.approx(4 * 5 * several["forward_tflop"] / 300, rel=1e-3)
 
 
 def test_frozen_parts_are_counted_as_they_are_loaded_not_as_they_are_stored(capsys, tmp_path):
@@ -173,7 +184,7 @@ def test_states_of_more_steps_and_of_guidance_are_counted(capsys):
     tiny = {"recipe": "my_recam_8npu_tiny"}
     latent = 4 * 16 * 2 * 8 * 8
     sizes = [
-        planned(capsys, *SMALL, *words, **tiny)[1]["trajectories_gib"] * 2**30 / 4
+        planned(capsys, *SMALL, *ALONE, *words, **tiny)[1]["trajectories_gib"] * 2**30 / 4
         for words in (
             ["--config.sample.sde_steps=1,2,3", "--config.sample.sde_window=0"],
             ["--config.sample.sde_steps=1,2,3,4,5", "--config.sample.sde_window=0"],
@@ -299,4 +310,4 @@ def test_evaluations_take_a_quarter_of_a_run_at_most_and_the_fixed_conditions_3_
     assert share <= 0.25 or recipe == "tiny_recam"  # 160 conditions, and seconds
     evaluations = 1 + math.ceil(config.num_epochs / config.eval.every)
     run = config.num_epochs * found.samples_per_epoch * found.forward_equivalents_per_sample / (1 - share)
-    assert evaluations * config.eval.fixed_conditions * planning.longest_rollout(config) / run <= 0.03
+    assert evaluations * config.eval.fixed_conditions * planning.rollout_steps(config) / run <= 0.03

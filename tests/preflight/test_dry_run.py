@@ -36,7 +36,8 @@ def test_the_real_recipe_has_the_shapes_of_its_settings_and_allocates_nothing():
     assert found["gather", "rewards.avg over steps"] == (32, 1)
     assert found["decode", "videos"] == (2, 3, 81, 480, 832)
     assert found["data", "source_video"] == (3, 81, 480, 832)
-    assert found["micro-batch", "log_probs"] == (2, 1)
+    assert found["micro-batch", "log_probs"] == (1, 4)  # a group with a draw of each copy
+    assert found["micro-batch", "states"] == (1, 5, *latents)
     assert grown < 1.0, f"{grown:.2f} GiB were allocated"  # a real transformer alone takes 3
 
 
@@ -58,6 +59,8 @@ def test_fake_shapes_are_those_of_the_real_policy():
     [
         "model.trained=lora model.dtype=bf16 train.kl_coef=0.1",
         "model.trained=full train.guard=true train.updates_per_epoch=2 train.step_weight=none",
+        "model.trained=full sample.share_prefix=false",
+        "model.trained=attention sample.sde_window=3",
     ],
 )
 def test_the_update_reaches_every_trained_tensor(changes):

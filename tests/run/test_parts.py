@@ -140,7 +140,8 @@ def test_the_optimizer_has_the_recipe_s_numbers_with_a_learning_rate_for_weights
         (("--config.train.copies=0",), False),
         (("--config.train.copies=0", "--config.sample.offload"), True),
         (("--config.train.copies=0", "--config.dynamic_sampling.enabled"), True),
-        (("--config.train.copies=4",), True),
+        (("--config.train.copies=4",), False),  # of groups, which stay whole
+        (("--config.train.copies=4", "--config.sample.share_prefix=false"), True),
     ],
 )
 def test_remembered_steps_leave_the_device_when_asked_or_needed(world, changes, offload):

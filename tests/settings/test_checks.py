@@ -9,7 +9,7 @@ from flow_grpo.settings.loading import ConfigError, load_config
 from flow_grpo.settings.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
-FORWARD, SHARE = "train.objective=forward", "sample.share_prefix=true"
+NOISE, FORWARD, SHARE = "sample.same_initial_noise=true", "train.objective=forward", "sample.share_prefix=true"
 REBALANCE = "dynamic_sampling.enabled=true dynamic_sampling.policy=rebalance"
 
 
@@ -33,7 +33,6 @@ def load(settings: str) -> Config:
         ("sample.sde_window=5", ["sample.sde_window: got 5", "must divide 4", "sde_window=1"]),
         ("sample.sde_steps=0,1,3,4 sample.sde_window=0", ["sample.sde_window: got 0", "gap", "sde_window=1"]),
         ("sample.share_prefix=true", ["sample.share_prefix: got True", "same_initial_noise=true"]),
-        (f"{SHARE} sample.same_initial_noise=true train.sharding=fsdp2", ["share_prefix: got True", "fsdp2", "=false"]),
         ("sample.sde=ode", ["sample.sde: got 'ode'", "objective=forward"]),
         (f"{FORWARD} sample.sde=ode {SHARE}", ["share_prefix: got True", "needs stochastic steps", "=false"]),
         ("train.objective=forward sample.sde=ode sample.same_initial_noise=true", ["same_initial_noise: got True"]),
@@ -46,8 +45,7 @@ def load(settings: str) -> Config:
         ("train.updates_per_epoch=3", ["train.updates_per_epoch: got 3", "must divide the 64 samples", "=1"]),
         ("train.copies=10", ["train.copies: got 10", "sample.k=8", "train.copies=0"]),
         (f"train.copies=4 {REBALANCE}", ["dynamic_sampling.policy: got 'rebalance'", "policy=pad"]),
-        ("train.batch_size=65", ["train.batch_size: got 65", "at most 64", "train.batch_size=64"]),
-        ("train.updates_per_epoch=8", ["train.batch_size: got 16", "at most 8"]),
+        (f"{NOISE} {SHARE} train.updates_per_epoch=3", ["train.updates_per_epoch: got 3", "must divide the 8 groups"]),
         ("train.old_log_prob=detach train.updates_per_epoch=2", ["train.old_log_prob: got 'detach'", "=auto"]),
         ("model.compile=true model.dtype=bf16", ["train.old_log_prob: got 'auto'", "must be 'detach'", "=detach"]),
         ("train.guard=true train.step_weight=inverse_gain", ["train.guard: got True", "step_weight=none"]),
@@ -103,11 +101,12 @@ def test_settings_that_cannot_work_together_are_refused_in_one_line(settings: st
         "train.objective=forward train.ema_decay=0.5",
         "train.objective=forward train.trust_coef=0 sample.sde=ode sample.sde_steps=1,3",
         "sample.sde_steps=1,3,5 sample.sde_window=1",
-        "sample.same_initial_noise=true sample.share_prefix=true",
+        f"{NOISE} {SHARE}",
+        f"{NOISE} {SHARE} train.sharding=fsdp2",
         "sample.sde=cps sample.noise_level=1",
         "sample.noise_level=3 sample.max_step_std=0.45",
         "train.updates_per_epoch=4 train.guard=true",
-        "train.batch_size=64",
+        "train.batch_size=65",
         "train.copies=8",
         "train.batch_size=3",
         "train.old_log_prob=detach",

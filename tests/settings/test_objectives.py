@@ -16,7 +16,7 @@ def recipe(*changes: str) -> Config:
         "sample.k=2",
         "sample.train_batch_size=2",
         "train.batch_size=2",
-        "train.copies=0",
+        "sample.share_prefix=false",
         "train.step_weight=none",
     ]
     return load_config(TINY, [f"--config.{change}" for change in (*small, *changes)])
@@ -48,6 +48,9 @@ def test_the_old_policys_log_probabilities_are_those_of_the_updates_own_calls(mo
         (["train.batch_size=1", "train.updates_per_epoch=3"], 1),
         (["train.updates_per_epoch=3", "train.guard=true", "train.kl_coef=0.1"], 2),
         (["train.old_log_prob=recompute"], 1),
+        (["sample.share_prefix=true"], 0),  # three groups, in calls of two and one as in the rollout
+        (["sample.share_prefix=true", "train.updates_per_epoch=3"], 1),
+        (["sample.share_prefix=true", "train.batch_size=9", "sample.train_batch_size=9"], 0),  # more than there are
     ],
 )
 @pytest.mark.filterwarnings("ignore:config.train.updates_per_epoch")

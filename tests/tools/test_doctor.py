@@ -132,10 +132,13 @@ def test_an_epoch_is_shortened_as_far_as_its_groups_and_micro_batches_allow():
         config = load_config("config/grpo.py:tiny_recam", overrides)
         return doctor.shortened(config, world_size).sample.num_batches_per_epoch
 
-    assert batches(2) == 1
-    assert batches(2, "--config.train.batch_size=40") == 3
+    alone = "--config.sample.share_prefix=false"  # a row of the update for every copy
+    assert batches(2, alone) == 1
+    assert batches(2, alone, "--config.train.batch_size=40") == 3
     small = ("--config.sample.train_batch_size=4", "--config.train.batch_size=4", "--config.sample.layout=contiguous")
-    assert batches(2, *small) == 2
+    assert batches(2, alone, *small) == 2
+    assert batches(2) == 4  # 8 groups in a micro-batch
+    assert batches(2, "--config.train.batch_size=3") == 2
     several = ("--config.train.updates_per_epoch=4", "--config.train.guard=true", "--config.train.step_weight=none")
     updates = doctor.shortened(load_config("config/grpo.py:tiny_recam", several), 2)
     assert updates.train.updates_per_epoch == 1

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flow_grpo.algorithm import debug_print
 from flow_grpo.algorithm.rollout.denoise import check_noise
+from flow_grpo.algorithm.rollout.shared_step import dealt
 from flow_grpo.maths.advantages import CombinedAdvantages, combine_rewards
 from flow_grpo.maths.reward_rules import Gated, gate, weights_at
 from flow_grpo.records import Rows, Samples, ScoredBatch, TrainingBatch
@@ -55,14 +56,14 @@ class Gathered(Rows):
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """The samples an epoch trains on.
+    """What an epoch trains on, row by row: samples, or groups whose copies share a step.
 
     Attributes:
-        gathered: their ids and rewards: whole groups, each sample once.
-        placement: per rank, in its order, which row of `gathered` each of its samples is.
-        parts: records that hold this rank's samples.
-        table: (2, n) int64 CPU: which part holds each of this rank's samples, and in which row. What lies beyond the
-            rank's placement is padding of weight 0, so that every rank replays equally many samples.
+        gathered: ids and rewards: whole groups, each sample once.
+        placement: per rank, in its order, which row of `gathered` each of its rows is; of a group that of copy 0.
+        parts: records that hold this rank's rows.
+        table: (2, n) int64 CPU: which part holds each of this rank's rows, and where. What lies beyond the rank's
+            placement is padding of weight 0, so that every rank replays equally many.
         as_rolled_out: this is the round as it was sampled, nothing moved or left out.
     """
 
@@ -75,14 +76,26 @@ class Chosen:
 
 def everything(batches: Sequence[ScoredBatch], gathered: Gathered, world: World) -> Chosen:
     """Return the choice of a whole round, unchanged."""
-    rows = torch.arange(len(gathered)).chunk(world.data.size)
-    return Chosen(
-        gathered=gathered,
-        placement=tuple(tuple(own.tolist()) for own in rows),
-        parts=tuple(batch.samples for batch in batches),
-        table=table_of(batches),
-        as_rolled_out=True,
-    )
+    rows = [own.tolist() for own in torch.arange(len(gathered)).chunk(world.data.size)]
+    parts, table = tuple(batch.samples for batch in batches), table_of(batches)
+    groups = tuple(batch.groups for batch in batches if batch.groups is not None)
+    if groups:
+        held = [own.tolist() for own in gathered.gids.chunk(world.data.size)]
+        first = first_copies(gathered)
+        rows = [[first[gid] for gid in own] for own in dealt(held)]
+        mine = gathered.gids[rows[world.data.rank]].tolist()
+        place = {
+            gid: (number, row) for number, part in enumerate(groups) for row, gid in enumerate(part.keys[:, 0].tolist())
+        }
+        order = [*mine, *(gid for gid in place if gid not in mine)]  # those behind are dealt to other ranks
+        parts, table = groups, torch.tensor([place[gid] for gid in order]).T
+    return Chosen(gathered, tuple(map(tuple, rows)), parts, table, as_rolled_out=True)
+
+
+def first_copies(gathered: Gathered) -> dict[int, int]:
+    """Return gid -> row of its copy 0."""
+    rows = (gathered.slots == 0).nonzero().flatten()
+    return dict(zip(gathered.gids[rows].tolist(), rows.tolist(), strict=True))
 
 
 def table_of(batches: Sequence[ScoredBatch]) -> Tensor:
@@ -225,13 +238,19 @@ def advantages(
 
 
 def own_rows(chosen: Chosen, compared: CombinedAdvantages, world: World) -> TrainingBatch:
-    """Return this rank's samples with their advantages, checked by gid and slot."""
+    """Return this rank's samples, or groups, with their advantages, checked by gid and slot."""
+    gathered = chosen.gathered
     mine = torch.tensor(chosen.placement[world.data.rank], dtype=torch.int64)
     held = [chosen.parts[part].keys[row, :2].tolist() for part, row in chosen.table[:, : len(mine)].T.tolist()]
-    found = torch.stack([chosen.gathered.gids[mine], chosen.gathered.slots[mine]], dim=1).tolist()
+    found = torch.stack([gathered.gids[mine], gathered.slots[mine]], dim=1).tolist()
     assert held == found, f"rank {world.data.rank} holds (gid, slot) {held}, chosen {found}"
-    advantages, weights = torch.zeros(2, chosen.table.shape[1])
-    advantages[: len(mine)], weights[: len(mine)] = compared.advantages[mine].float(), compared.weights[mine].float()
+    copies, samples = chosen.parts[0].copies, mine
+    if copies > 1:
+        by_slot = gathered.slots.argsort()
+        own = [by_slot[gathered.gids[by_slot] == gid] for gid in gathered.gids[mine]]
+        samples = torch.cat(own).view(-1, copies) if own else mine.new_empty(0, copies)
+    advantages, weights = torch.zeros(2, chosen.table.shape[1], *samples.shape[1:])
+    advantages[: len(mine)], weights[: len(mine)] = compared.advantages[samples], compared.weights[samples]
     return TrainingBatch(chosen.parts, chosen.table, advantages, weights, chosen.as_rolled_out)
 
 

@@ -88,19 +88,19 @@ class DynamicSampling:
             ShortageError: on every rank, when the pool stays short under the policy "raise".
         """
         begun = time.perf_counter()
-        pool = SamplePool(self.local, self.world)
         with self.world.sync_errors("choosing"):
-            groups = [self.groups(gathered, 0, reward)]
             chosen = compare.everything(batches, gathered, self.world)
-            pool.add(chosen.parts, chosen.table, gathered, range(self.target))
+            groups = [self.groups(chosen, 0, reward)]
+            pool = SamplePool(chosen.table.shape[1], self.world)
+            pool.add(chosen, {row for group in groups[0] for row in group.rows})
         decision = self._fill(pool, groups, sample_round, reward)
         moves = {"dyn/moved_samples": 0.0, "dyn/moved_bytes": 0.0}
         if decision.action == "original":
             self._say_fallback(decision, groups)
         else:
-            placement = self._place([row for group in decision.groups for row in group.rows])
+            placement = self._place(decision.groups, chosen)
             self._say_use(decision, placement, len(groups) - 1)
-            if placement != self._place(range(self.target)):  # not simply the first round
+            if placement != self._place(groups[0], chosen):  # not simply the first round
                 chosen, moved_bytes = pool.take(placement)
                 moves = {"dyn/moved_samples": float(len(placement.moves)), "dyn/moved_bytes": float(moved_bytes)}
         self._remember(decision, reward, shortages)
@@ -110,16 +110,20 @@ class DynamicSampling:
             "after", chosen.gathered, reward
         )
 
-    def groups(self, gathered: Gathered, number: int, reward: RewardConfig) -> tuple[SampleGroup, ...]:
-        """Return the groups of a round by their signal in the weighted rewards or in `dynamic_sampling.metric`."""
+    def groups(self, whole: Chosen, number: int, reward: RewardConfig) -> tuple[SampleGroup, ...]:
+        """Return the groups of a whole round by their signal in the weighted rewards or `dynamic_sampling.metric`."""
+        gathered, local = whole.gathered, whole.table.shape[1]
         judged = compare.advantages(gathered, reward, k=self.k, floors=self.floors)
         flat, incomplete = judged.flat, judged.incomplete
         if self.config.metric:
             named = compare.advantages(gathered, reward, k=self.k, floors=self.floors, metric=self.config.metric)
             flat, incomplete = named.flat, incomplete | named.incomplete
-        return groups_of(
-            gathered.gids, gathered.slots, flat=flat, incomplete=incomplete, first_row=number * self.target
-        )
+        pool_row = {
+            row: (number * self.world.data.size + rank) * local + position
+            for rank, rows in enumerate(whole.placement)
+            for position, row in enumerate(rows)
+        }
+        return groups_of(gathered.gids, gathered.slots, flat=flat, incomplete=incomplete, pool_row=pool_row)
 
     def _fill(
         self, pool: SamplePool, groups: list[tuple[SampleGroup, ...]], sample_round: SampleRound, reward: RewardConfig
@@ -136,17 +140,20 @@ class DynamicSampling:
             self._every("SYNC", f"Fetching new batch for resample #{number}")
             batches, gathered = sample_round(number)
             with self.world.sync_errors("choosing"):
-                groups.append(self.groups(gathered, number, reward))
+                whole = compare.everything(batches, gathered, self.world)
+                groups.append(self.groups(whole, number, reward))
                 # Only the first round's flat and incomplete groups may be needed later.
                 valid = {row for group in groups[-1] if group.kind == "valid" for row in group.rows}
-                pool.add([batch.samples for batch in batches], compare.table_of(batches), gathered, valid)
-            del batches, gathered  # frees the round's videos before the next one is sampled
+                pool.add(whole, valid)
+            del batches, gathered, whole  # frees the round's videos before the next one is sampled
             decision = decide(groups, self.rules)
             self._every("SYNC", f"After resample #{number}, global_pool={self._progress(decision)}")
         return decision
 
-    def _place(self, rows: Sequence[int]) -> Placement:
-        return place(rows, per_round=self.target, world_size=self.world.data.size)
+    def _place(self, groups: Sequence[SampleGroup], whole: Chosen) -> Placement:
+        ranks = self.world.data.size
+        rows = [row for group in groups for row in group.rows]
+        return place(rows, per_round=whole.table.shape[1] * ranks, world_size=ranks)
 
     def _remember(self, decision: Decision, reward: RewardConfig, shortages: list[int]) -> None:
         """Record whether the pool fell short, and warn once when shortages become too frequent."""
@@ -175,7 +182,8 @@ class DynamicSampling:
     def _say_use(self, decision: Decision, placement: Placement, resamples: int) -> None:
         if decision.valid < self.target:
             self._say_shortage(decision)
-        counts = [len(rows) for rows in placement.rows]
+        copies = self.k // len(decision.groups[0].rows)  # in a row
+        counts = [copies * len(rows) for rows in placement.rows]
         start, end = sum(counts[: self.world.data.rank]), sum(counts[: self.world.data.rank + 1])
         self._every("FINAL", f"Slicing global pool [{start}:{end}], got {end - start} samples")
         held = f"{counts[0]} valid samples ({counts[0] / self.k:g} groups) from global pool"

@@ -1,6 +1,6 @@
 """The samples of several rounds that one rank holds, and how samples that change rank are sent.
 
-A pool row names a sample over all rounds and ranks: round * N + its place among the N gathered samples of its round.
+A pool row names a sample, or a group, over all rounds and ranks, see `selection.py`.
 """
 
 from __future__ import annotations
@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 import torch
-from torch import Tensor
 
-from flow_grpo.algorithm.groups.compare import Chosen, Gathered
+from flow_grpo.algorithm.groups.compare import Chosen, Gathered, first_copies
 from flow_grpo.algorithm.groups.selection import Placement
 from flow_grpo.records import Samples
 from flow_grpo.runtime.ranks.exchange import exchange_rows
@@ -21,7 +20,7 @@ class SamplePool:
     """Samples of the rounds of an epoch, on one rank.
 
     Args:
-        local: samples of a rank and round.
+        local: rows of a rank and round.
         world: who takes part.
     """
 
@@ -29,26 +28,21 @@ class SamplePool:
         self._local = local
         self._world = world
         self._held: dict[int, tuple[Samples, int]] = {}  # pool row -> record and row in it
-        self._gathered: list[Gathered] = []
+        self._gathered: list[Gathered] = []  # per round, all samples
+        self._places: list[Gathered] = []  # per round, a row for every pool row; what is in free ones does not matter
         self._example: Samples | None = None  # one sample, for a rank that holds none of the wanted ones
 
-    def add(self, parts: Sequence[Samples], table: Tensor, gathered: Gathered, wanted: Container[int]) -> None:
-        """Keep the wanted samples of a round; a part of a record is copied out of it.
-
-        Args:
-            parts: records that hold this rank's samples.
-            table: (2, n) which part holds each sample, and in which row.
-            gathered: all ranks' samples.
-            wanted: pool rows.
-        """
+    def add(self, whole: Chosen, wanted: Container[int]) -> None:
+        """Keep the wanted pool rows of a whole round; a part of a record is copied out of it."""
         first = (len(self._gathered) * self._world.data.size + self._world.data.rank) * self._local
-        self._gathered.append(gathered)
-        self._example = self._example or parts[0].rows(torch.tensor([0]))
-        for number, part in enumerate(parts):
-            own = [
-                position for position in (table[0] == number).nonzero().flatten().tolist() if first + position in wanted
-            ]
-            kept, rows = table[1, own].unique(return_inverse=True)
+        places = [row for rows in whole.placement for row in (*rows, *[0] * (self._local - len(rows)))]
+        self._gathered.append(whole.gathered)
+        self._places.append(whole.gathered.rows(torch.tensor(places)))
+        self._example = self._example or whole.parts[0].rows(torch.tensor([0]))
+        for number, part in enumerate(whole.parts):
+            positions = (whole.table[0] == number).nonzero().flatten().tolist()
+            own = [position for position in positions if first + position in wanted]
+            kept, rows = whole.table[1, own].unique(return_inverse=True)
             samples = part if len(kept) == len(part) else part.rows(kept)
             self._held |= {first + position: (samples, row) for position, row in zip(own, rows.tolist(), strict=True)}
 
@@ -58,12 +52,12 @@ class SamplePool:
         Collective call. A rank that gets one sample less than another adds padding of weight 0, so that all replay
         equally many.
         """
-        gathered = Gathered.concatenate(self._gathered)
-        moved_bytes = self._move(placement, gathered)
+        places = Gathered.concatenate(self._places)
+        moved_bytes = self._move(placement, places)
         with self._world.sync_errors("choosing"):
-            return self._choose(placement, gathered), moved_bytes
+            return self._choose(placement, places), moved_bytes
 
-    def _choose(self, placement: Placement, gathered: Gathered) -> Chosen:
+    def _choose(self, placement: Placement, places: Gathered) -> Chosen:
         """Return the placed samples once all of this rank's have arrived.
 
         Raises:
@@ -74,7 +68,7 @@ class SamplePool:
         wrong = [
             row
             for row, (samples, number) in zip(mine, own, strict=True)
-            if samples.keys[number, :2].tolist() != [int(gathered.gids[row]), int(gathered.slots[row])]
+            if samples.keys[number, :2].tolist() != [int(places.gids[row]), int(places.slots[row])]
         ]
         if wrong:
             raise RuntimeError(f"pool rows {wrong} are held as other samples than were gathered")
@@ -85,18 +79,25 @@ class SamplePool:
         numbers = {key: number for number, key in enumerate(records)}
         distinct = sorted({row for rows in placement.rows for row in rows})
         number_of = {row: number for number, row in enumerate(distinct)}
+        gathered = places.rows(torch.tensor(distinct))
+        if self._example.copies > 1:  # of a group the pool names one copy
+            everything = Gathered.concatenate(self._gathered)
+            first_of, gids = gathered.gids, everything.gids
+            gathered = everything.rows(torch.isin(gids, first_of).nonzero().flatten())
+            first = first_copies(gathered)
+            number_of = {row: first[gid] for row, gid in zip(distinct, first_of.tolist(), strict=True)}
         return Chosen(
-            gathered=gathered.rows(torch.tensor(distinct)),
+            gathered=gathered,
             placement=tuple(tuple(number_of[row] for row in rows) for rows in placement.rows),
             parts=tuple(records.values()),
             table=torch.tensor([(numbers[id(samples)], row) for samples, row in own]).T,
             as_rolled_out=False,
         )
 
-    def _move(self, placement: Placement, gathered: Gathered) -> int:
+    def _move(self, placement: Placement, places: Gathered) -> int:
         """Exchange the samples that change rank, size by size, and return the bytes."""
         moved_bytes = 0
-        sizes = {row: tuple(gathered.sizes[row].tolist()) for row, _, _ in placement.moves}
+        sizes = {row: tuple(places.sizes[row].tolist()) for row, _, _ in placement.moves}
         for size in sorted(set(sizes.values())):
             moves = [move for move in placement.moves if sizes[move[0]] == size]
             arrived, row_bytes = self._move_size(moves)

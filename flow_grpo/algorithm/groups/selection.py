@@ -1,13 +1,14 @@
 """Which groups an epoch trains on, and which rank trains on which of their samples: pure functions.
 
 Letters: W ranks, N samples of a round over all ranks, k copies in a group. A *pool row* names a sample over all rounds:
-round * N + its place among the N gathered samples of its round, which are in rank order.
+round * N + its place among the N gathered samples of its round, which are in rank order. Where the copies of a group
+are trained on together it names a group, and N counts places for groups, equally many on each rank: some may be free.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class SampleGroup:
 
     Attributes:
         gid: its key.
-        rows: its k pool rows, in slot order.
+        rows: its k pool rows, in slot order; one where its copies are trained on together.
         kind: "valid" | "flat" | "incomplete".
     """
 
@@ -81,7 +82,7 @@ class Decision:
 
 
 def groups_of(
-    gids: Tensor, slots: Tensor, *, flat: Tensor, incomplete: Tensor, first_row: int
+    gids: Tensor, slots: Tensor, *, flat: Tensor, incomplete: Tensor, pool_row: Mapping[int, int]
 ) -> tuple[SampleGroup, ...]:
     """Return the groups of a round, sorted by gid.
 
@@ -90,12 +91,12 @@ def groups_of(
         slots: (N,) int64 copy number.
         flat: (G,) bool of the groups sorted by gid.
         incomplete: (G,) bool, likewise.
-        first_row: pool row of the round's first sample.
+        pool_row: sample of the round -> its pool row; where a row is a group, of its copy 0 alone.
     """
     order = sorted(range(len(gids)), key=lambda row: (int(gids[row]), int(slots[row])))
     members: dict[int, list[int]] = {}
     for row in order:
-        members.setdefault(int(gids[row]), []).append(first_row + row)
+        members.setdefault(int(gids[row]), []).extend([pool_row[row]] if row in pool_row else [])
     kinds = [
         "incomplete" if is_incomplete else "flat" if is_flat else "valid"
         for is_incomplete, is_flat in zip(incomplete, flat, strict=True)

@@ -42,7 +42,8 @@ def narrow(
 ) -> tuple[Chosen, CombinedAdvantages]:
     """Return the choice without the copies in between, in equal shares for all ranks (collective call).
 
-    Where no group has a signal, the choice is returned as it is.
+    Where no group has a signal, the choice is returned as it is. In groups whose copies share a step the copies in
+    between get weight 0: leaving them out would save nothing.
 
     Args:
         chosen: whole groups, equally many samples on every rank, in CPU memory if there are several ranks.
@@ -50,12 +51,15 @@ def narrow(
         copies: see `best_and_worst`.
         world: who takes part.
     """
+    if chosen.parts[0].copies > 1:
+        outer = best_and_worst(chosen.gathered.gids, compared, copies)
+        return chosen, dataclasses.replace(compared, weights=compared.weights * outer) if outer.any() else compared
     order = torch.tensor([row for rows in chosen.placement for row in rows])  # rows of `gathered`, by rank and position
     wanted = best_and_worst(chosen.gathered.gids, compared, copies)[order].nonzero().flatten().tolist()
     if not wanted:
         return chosen, compared
     pool = SamplePool(len(order) // world.data.size, world)
-    pool.add(chosen.parts, chosen.table, chosen.gathered.rows(order), set(wanted))
+    pool.add(chosen, set(wanted))
     narrowed, _ = pool.take(place(wanted, per_round=len(order), world_size=world.data.size))
     kept = order[wanted]
     return narrowed, dataclasses.replace(compared, advantages=compared.advantages[kept], weights=compared.weights[kept])

@@ -15,7 +15,7 @@ from flow_grpo.algorithm.rollout.batching import full_batches, group_configs_by_
 from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.rollout.scoring import ScoringQueue, merge_results, share_results
 from flow_grpo.algorithm.rollout.shared_encodings import share_encodings
-from flow_grpo.algorithm.rollout.shared_prefix import shared_prefixes
+from flow_grpo.algorithm.rollout.shared_step import shared_steps, with_later_steps
 from flow_grpo.data.dataset import next_batch
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.models.policy import Policy
@@ -120,32 +120,33 @@ class Collector:
             share_encodings(self.policy, conditions, self.world.all, sync_errors)
         with sync_errors():
             encoded = self._encode(conditions, clock)
-        prefixes = None
+        shared, groups = None, list[Samples]()
         if share:
             with clock.phase("rollout"):
-                known = [(conditions, conditioning) for _, conditions, conditioning in encoded]
-                prefixes = shared_prefixes(
+                shared, groups = shared_steps(
                     self.policy,
-                    known,
+                    [(conditions, conditioning) for _, conditions, conditioning in encoded],
                     gids,
                     self.sampling,
-                    self.config.sample.train_batch_size,
-                    self.world.data,
-                    sync_errors,
+                    k=self.config.sample.k,
+                    rows=self.config.sample.train_batch_size,
+                    group=self.world.data,
+                    sync_errors=sync_errors,
                 )
         overlap = self.config.reward.overlap
         with ScoringQueue(self.policy, self.rewards, clock, self.world, overlap=overlap).open() as queue:
             with sync_errors():
                 sampled = []
                 for number, batch in enumerate(encoded):
-                    sampled.append(self._roll_out(*batch[1:], prefixes, clock, queue))
+                    sampled.append(self._roll_out(*batch[1:], shared, clock, queue))
                     self._print([debug_print.prompt_line(number, [condition.prompt for condition in batch[1]])])
             with sync_errors():
                 own = queue.rewards()
             rewards = share_results(own, self.world)
+            groups = with_later_steps(groups, sampled, gids, self.config.sample.k, self.world.data)
             with sync_errors():
                 drawn = [(positions, own) for positions, own, _ in encoded]
-                batches = merge_sizes(drawn, sampled, rewards)
+                batches = merge_sizes(drawn, sampled, rewards, [self._kept(group) for group in groups])
                 batches[0] = dataclasses.replace(batches[0], videos=queue.first_videos)
                 self._check(batches)
         return tuple(batches)
@@ -165,23 +166,24 @@ class Collector:
         self,
         conditions: tuple[Condition, ...],
         conditioning: Conditioning,
-        prefixes: Mapping[int, Tensor] | None,
+        shared: Mapping[int, Tensor] | None,
         clock: Clock,
         queue: ScoringQueue,
     ) -> Samples:
         """Return one batch's samples, and queue them for scoring."""
         with clock.phase("rollout"):
             device = conditioning.prompt_embeds.device
-            known = None if prefixes is None else torch.stack([prefixes[c.gid].to(device) for c in conditions])
+            known = None if shared is None else torch.stack([shared[c.gid].to(device) for c in conditions])
             windows = self.sampling.windows(condition.gid for condition in conditions)
             samples = rollout(self.policy, conditions, conditioning, windows, self.sampling, known)
-            final_latents = samples.final_latents
-            if self.offload:
-                samples = samples.to("cpu")
+            final_latents, samples = samples.final_latents, self._kept(samples)
         queue.add(conditions, final_latents)
         if self._on_batch is not None:
             self._on_batch(len(conditions))
         return samples
+
+    def _kept(self, samples: Samples) -> Samples:
+        return samples.to("cpu") if self.offload else samples
 
     def _check(self, batches: Sequence[ScoredBatch]) -> None:
         sample = self.config.sample
@@ -201,6 +203,7 @@ def merge_sizes(
     drawn: Sequence[tuple[list[int], tuple[Condition, ...]]],
     samples: Sequence[Samples],
     rewards: Sequence[dict[str, RewardResult]],
+    groups: Sequence[Samples] = (),
 ) -> list[ScoredBatch]:
     """Return one record per video size, sizes and batches in the order in which they were sampled.
 
@@ -208,7 +211,12 @@ def merge_sizes(
         drawn: positions and conditions of every batch.
         samples: of every batch.
         rewards: of every batch.
+        groups: of this rank, where copies share a step; of any sizes.
     """
+    of_size: dict[tuple[int, ...], list[Samples]] = {}
+    for group in groups:
+        of_size.setdefault(_latent_shape(group), []).append(group)
+    whole = {shape: Samples.concatenate(own) for shape, own in of_size.items()}
     by_size = group_configs_by_structure([own[0].size for _, own in drawn])
     return [
         ScoredBatch(
@@ -217,6 +225,11 @@ def merge_sizes(
             rewards=merge_results([rewards[number] for number in numbers]),
             videos=torch.empty(0),
             positions=torch.tensor([position for number in numbers for position in drawn[number][0]]),
+            groups=whole.get(_latent_shape(samples[numbers[0]])),
         )
         for numbers in by_size.values()
     ]
+
+
+def _latent_shape(samples: Samples) -> tuple[int, ...]:
+    return tuple(samples.trajectory.states.shape[2:])

@@ -24,7 +24,13 @@ from flow_grpo.settings.sampling import Sampling
 
 
 def step_transition(
-    policy: Policy, latents: Tensor, conditioning: Conditioning, steps: Tensor, sampling: Sampling
+    policy: Policy,
+    latents: Tensor,
+    conditioning: Conditioning,
+    steps: Tensor,
+    sampling: Sampling,
+    *,
+    velocity: Tensor | None = None,
 ) -> Transition:
     """Return the Gaussian that each sample's denoising step draws from.
 
@@ -36,11 +42,14 @@ def step_transition(
         conditioning: B rows.
         steps: (B,) int64 CPU, each sample's step, 0..S-1.
         sampling: noise levels and SDE.
+        velocity: (B, C, F, H, W), where it is known already.
     """
     sigmas, sde = sampling.sigmas, sampling.sde
     sigma = sigmas[steps]
+    if velocity is None:
+        velocity = policy.velocity(latents, sigma.to(latents, non_blocking=True), conditioning)
     return transition(
-        policy.velocity(latents, sigma.to(latents, non_blocking=True), conditioning),
+        velocity,
         latents,
         sigma,
         sigmas[steps + 1],
@@ -58,7 +67,7 @@ def rollout(
     conditioning: Conditioning,
     windows: Sequence[Sequence[int]],
     sampling: Sampling,
-    prefixes: Tensor | None = None,
+    shared: Tensor | None = None,
 ) -> Samples:
     """Denoise one batch; the draws depend on (seed, gid, slot) only, never on rank, layout or batch.
 
@@ -68,7 +77,7 @@ def rollout(
         conditioning: their B rows as the transformer takes them.
         windows: per sample its K stochastic steps, consecutive, within 0..S-2; without any the ODE is sampled.
         sampling: noise levels, SDE and seed.
-        prefixes: (B, C, F, H, W) latents before each sample's window from `prefix`, where they are known.
+        shared: (B, 2, C, F, H, W) latents before each sample's window and the velocity there, where they are known.
 
     Returns:
         B samples.
@@ -80,15 +89,18 @@ def rollout(
     count, columns = steps.shape
     shape = policy.latent_shape(conditions)
     device = conditioning.prompt_embeds.device
-    initial, step_noise = _draw_noise(conditions, shape, columns, sampling)
-    if prefixes is None:
+    initial = torch.stack([initial_noise(condition, shape, sampling) for condition in conditions])
+    noise = step_noise(conditions, shape, columns, sampling)
+    velocity = None
+    if shared is None:
         latents = prefix(policy, initial.to(device, non_blocking=True), conditioning, steps, sampling)
     else:
-        latents = prefixes.to(device, non_blocking=True)
+        latents, velocity = shared.to(device, non_blocking=True).unbind(dim=1)
     states, log_probs = [latents], []
     for column in range(columns):
-        gaussian = step_transition(policy, latents, conditioning, steps[:, column], sampling)
-        latents = sample(gaussian, step_noise[:, column].to(device, non_blocking=True))
+        gaussian = step_transition(policy, latents, conditioning, steps[:, column], sampling, velocity=velocity)
+        velocity = None
+        latents = sample(gaussian, noise[:, column].to(device, non_blocking=True))
         if sampling.record:
             states.append(latents)
             log_probs.append(log_prob(latents, gaussian))
@@ -96,9 +108,7 @@ def rollout(
         latents = _tail(policy, latents, conditioning, steps[:, -1] + 1, sampling)
     return Samples(
         keys=torch.tensor([[c.gid, c.slot, c.index] for c in conditions], dtype=torch.int64),
-        noise_ids=torch.tensor(
-            [[_hash(a), _hash(b if columns else a)] for a, b in zip(initial, step_noise, strict=True)]
-        ),
+        noise_ids=torch.tensor([[_hash(a), _hash(b if columns else a)] for a, b in zip(initial, noise, strict=True)]),
         conditioning=conditioning,
         trajectory=Trajectory(
             states=torch.stack(states, dim=1) if log_probs else latents.new_empty((count, 0, *shape)),
@@ -224,13 +234,10 @@ def check_noise(gids: Tensor, noise_ids: Tensor, *, same_initial_noise: bool) ->
             seen[pair] = row
 
 
-def _draw_noise(
-    conditions: Sequence[Condition], shape: tuple[int, ...], steps: int, sampling: Sampling
-) -> tuple[Tensor, Tensor]:
-    """Return CPU fp32 noise: initial (B, *shape) and one per stochastic step (B, steps, *shape)."""
-    initial = [initial_noise(condition, shape, sampling) for condition in conditions]
+def step_noise(conditions: Sequence[Condition], shape: Sequence[int], steps: int, sampling: Sampling) -> Tensor:
+    """Return the CPU fp32 noise of every stochastic step, (B, steps, *shape)."""
     own = [generator(sampling.seed, "sde", condition.gid, condition.slot) for condition in conditions]
-    return torch.stack(initial), torch.stack([torch.randn((steps, *shape), generator=draw) for draw in own])
+    return torch.stack([torch.randn((steps, *shape), generator=draw) for draw in own])
 
 
 def initial_noise(condition: Condition, shape: tuple[int, ...], sampling: Sampling) -> Tensor:

@@ -37,11 +37,13 @@ class Loss(NamedTuple):
         terms: one value per sample.
         drift: (b,) new minus rollout log-probability; 0 before the first update when the calls are identical.
         scale: the gradient taken is that of `scale * terms.per_sample`; metrics report the terms without it.
+        weights: (b,) of the terms, in a mean over all passes; None for the samples' own.
     """
 
     terms: LossTerms
     drift: Tensor
     scale: float = 1.0
+    weights: Tensor | None = None
 
 
 class Objective(Protocol):
@@ -91,15 +93,15 @@ def build_objective(
 
 @dataclasses.dataclass(frozen=True)
 class OldPolicy:
-    """The policy before the epoch's updates, at the recorded steps of one micro-batch.
+    """The policy before the epoch's updates, pass by pass of one micro-batch.
 
     Attributes:
-        log_probs: (b, K) fp32, or None to take the new log-probabilities without their gradient.
-        means: (b, K, C, F, H, W) fp32 means of the recorded steps, kept only for the GRPO-Guard ratio.
+        log_probs: (b,) fp32 of each, or None to take the new log-probabilities without their gradient.
+        means: (b, C, F, H, W) fp32 of each, kept only for the GRPO-Guard ratio.
     """
 
-    log_probs: Tensor | None
-    means: Tensor | None = None
+    log_probs: list[Tensor] | None
+    means: list[Tensor] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +140,8 @@ class GrpoObjective:
         return cls(policy, sampling, weights, config.train)
 
     def passes(self, samples: Samples) -> int:
-        """Return the number of recorded steps."""
-        return samples.trajectory.steps.shape[1]
+        """Return the number of replays: one a recorded step, and of groups one a copy in the steps after the first."""
+        return samples.passes
 
     @torch.no_grad()
     def remember(self, take: Callable[[], Samples], *, as_rolled_out: bool) -> OldPolicy:
@@ -148,38 +150,39 @@ class GrpoObjective:
         if whose == "detach":
             return OldPolicy(None)
         micro = take()
-        recorded, keep = micro.trajectory, whose == "rollout"
+        steps = [micro.replayed(number) for number in range(self.passes(micro))]
+        recorded, keep = [step.log_probs for step in steps], whose == "rollout"
         if keep and not self.train.guard:
-            return OldPolicy(recorded.log_probs)
-        columns = range(self.passes(micro))
-        current = [self.replay(micro, column) for column in columns]
-        fresh = [log_prob(recorded.next_latents(column), current[column]) for column in columns]
-        means = torch.stack([transition.mean for transition in current], dim=1) if self.train.guard else None
-        return OldPolicy(recorded.log_probs if keep else torch.stack(fresh, dim=1), means)
+            return OldPolicy(recorded)
+        current = [self.replay(micro, number) for number in range(len(steps))]
+        fresh = [log_prob(step.drawn, gaussian) for step, gaussian in zip(steps, current, strict=True)]
+        means = [gaussian.mean for gaussian in current] if self.train.guard else None
+        return OldPolicy(recorded if keep else fresh, means)
 
     def loss(self, micro: Samples, memory: OldPolicy, number: int) -> Loss:
-        """Return the loss of recorded step `number`, scaled by sqrt(D) for D latent elements a sample.
+        """Return the loss of replay `number`, scaled by sqrt(D) for D latent elements a sample.
 
         Log-probabilities are means over elements, so their gradient is the sum of D independent terms
         z * gain * d velocity / d weights, with z ~ N(0, 1), divided by D: it falls as 1 / sqrt(D), for the latents of a
         real video (2.1 M elements) towards Adam's eps. Times sqrt(D), the update does not depend on the video's size.
         The factor acts on policy and KL term alike: ratio, clip_range and kl_coef keep their meaning per element.
         """
-        train, recorded = self.train, micro.trajectory
+        train, step = self.train, micro.replayed(number)
         # The reference first: it may swap weights in place, which would break a graph that is already built.
         reference = self.reference_mean(micro, number) if train.kl_coef > 0 else None
         current = self.replay(micro, number)
-        new = log_prob(recorded.next_latents(number), current)
-        old = new.detach() if memory.log_probs is None else memory.log_probs[:, number]
-        steps, guard = recorded.steps[:, number], None
+        new = log_prob(step.drawn, current)
+        old = new.detach() if memory.log_probs is None else memory.log_probs[number]
+        steps, guard = step.steps.repeat_interleave(len(new) // len(step.steps)), None
         if train.guard:
-            means = current.mean.detach() if memory.means is None else memory.means[:, number]
+            means = current.mean.detach() if memory.means is None else memory.means[number]
             guard = GuardTerms(means=current.mean[:, None], old_means=means[:, None], std=current.std[:, None])
-        assert micro.advantages is not None, "advantages are computed before the update"
+        assert step.advantages is not None, "advantages are computed before the update"
+        assert step.weights is not None
         terms = grpo_loss(
             new[:, None],
             old[:, None],
-            micro.advantages.to(new, non_blocking=True),
+            step.advantages.to(new, non_blocking=True),
             clip_range=train.clip_range,
             step_weight=None if self.step_weight is None else self.step_weight[steps, None],
             guard=guard,
@@ -187,27 +190,30 @@ class GrpoObjective:
             kl_coef=train.kl_coef,
         )
         elements = current.mean[0].numel()
-        return Loss(terms, new.detach() - recorded.log_probs[:, number], scale=math.sqrt(elements))
+        # A copy has as many terms as steps, however many passes there are.
+        weights = step.weights * (self.passes(micro) / micro.trajectory.steps.shape[1])
+        return Loss(terms, new.detach() - step.log_probs, math.sqrt(elements), weights)
 
     @torch.no_grad()
     def drift(self, micro: Samples, memory: OldPolicy) -> Tensor:
         """Return (b,) log-ratios of the first recorded step with the weights as they are now."""
-        new = log_prob(micro.trajectory.next_latents(0), self.replay(micro, 0))
-        old = micro.trajectory.log_probs if memory.log_probs is None else memory.log_probs
-        return new - old[:, 0]
+        step = micro.replayed(0)
+        return log_prob(step.drawn, self.replay(micro, 0)) - (
+            step.log_probs if memory.log_probs is None else memory.log_probs[0]
+        )
 
     def with_settings(self, train: TrainConfig) -> GrpoObjective:
         """Return the objective with other learning settings."""
         return dataclasses.replace(self, train=train)
 
-    def replay(self, micro: Samples, column: int) -> Transition:
-        """Return the Gaussian of recorded step `column` with the current weights."""
-        recorded = micro.trajectory
-        steps = recorded.steps[:, column]
-        return step_transition(self.policy, recorded.latents(column), micro.conditioning, steps, self.sampling)
+    def replay(self, micro: Samples, number: int) -> Transition:
+        """Return the Gaussians of replay `number` with the current weights; the draws of a group's copies share one."""
+        step = micro.replayed(number)
+        found = step_transition(self.policy, step.latents, micro.conditioning, step.steps, self.sampling)
+        return found.repeated(len(step.drawn) // len(step.latents))
 
     @torch.no_grad()
-    def reference_mean(self, micro: Samples, column: int) -> Tensor:
-        """Return the (b, C, F, H, W) mean of recorded step `column` under the policy training started from."""
+    def reference_mean(self, micro: Samples, number: int) -> Tensor:
+        """Return the (b, C, F, H, W) mean of replay `number` under the policy training started from."""
         with self.policy.reference():
-            return self.replay(micro, column).mean
+            return self.replay(micro, number).mean

@@ -188,11 +188,12 @@ class Updater:
                 last = positions is step[-1] and number == passes - 1
                 with averaging_gradients(self.policy.module, now=last):
                     loss = self.objective.loss(micro, known, number)
-                    assert micro.weights is not None
-                    weight = micro.weights.to(loss.terms.per_sample, non_blocking=True) * (scale / passes)
+                    weights = micro.weights if loss.weights is None else loss.weights
+                    assert weights is not None
+                    weight = weights.to(loss.terms.per_sample, non_blocking=True) * (scale / passes)
                     ((loss.terms.per_sample * weight).sum() * loss.scale).backward()
                 stats.add(loss.terms, weight / self.world.data.size, loss.drift if before_any_update else None)
-                replayed.append((number, micro.keys[:, 0]))
+                replayed.append((number, micro.keys[:, 0].repeat_interleave(len(weight) // len(micro))))
                 self.on_pass()
         trained, ranks = sum(weight.numel() for weight in self.policy.trained_parameters()), self.world.all.size
         sent = gradient_bytes(self.config.train.sharding, trained, ranks, passes=len(replayed), steps=1)

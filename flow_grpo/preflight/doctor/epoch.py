@@ -53,7 +53,9 @@ def examine_epoch(trainer: Trainer, updates_per_epoch: int) -> Iterator[Finding]
             kl_before, _ = _kl_and_gradient(trainer, replaying, probe)
         batch = _sample_epoch(trainer)
         k, flat = trainer.config.sample.k, trainer.metrics["train/zero_std_ratio"]
-        message = f"{len(batch) * trainer.world.data.size // k} groups of {k} copies, {flat:.0%} of them flat"
+        message = (
+            f"{batch.advantages.numel() * trainer.world.data.size // k} groups of {k} copies, {flat:.0%} of them flat"
+        )
         way_out = "copies score the same: raise sample.noise_level or sample.k, or check the rewards' noise floors"
         yield finding("groups", message, warn=way_out if flat == 1 else "")
         first = update(updater, batch, 0)
@@ -112,7 +114,8 @@ def _sample_epoch(trainer: Trainer) -> TrainingBatch:
 
 def with_signs(batch: TrainingBatch, rank: int) -> TrainingBatch:
     """Return the samples with weights 1 and advantages +1 and -1 in turn, on odd ranks -1 first."""
-    signs: Tensor = 1.0 - 2.0 * ((torch.arange(len(batch)) + rank) % 2).float()
+    numbers = torch.arange(batch.advantages.numel()).view_as(batch.advantages)
+    signs: Tensor = 1.0 - 2.0 * ((numbers + rank) % 2).float()
     return dataclasses.replace(batch, advantages=signs, weights=torch.ones_like(signs))
 
 

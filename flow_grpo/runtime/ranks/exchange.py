@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -79,23 +79,51 @@ def _bytes(tensor: Tensor, rows: Sequence[int]) -> Tensor:
     return picked.contiguous().view(-1).view(torch.uint8)
 
 
-def owners(wanted: Sequence[Sequence[Key]], cost: Callable[[Key], float] = lambda _: 1.0) -> dict[Key, int]:
-    """Choose which rank makes each thing, one that needs it; keys ascend, equal on every rank.
+def owners(wanted: Sequence[Sequence[Key]]) -> dict[Key, int]:
+    """Choose which rank makes each thing, one that needs it, in turn; keys ascend, equal on every rank.
 
     Args:
         wanted: per rank, the keys of what it needs.
-        cost: cost of making one; expensive ones are dealt first, each to the rank with the least so far.
     """
+    holders = _holders(wanted)
+    load = [0] * len(wanted)
+    found = {}
+    for key in sorted(holders):
+        found[key] = min(holders[key], key=lambda rank: load[rank])
+        load[found[key]] += 1
+    return dict(sorted(found.items()))
+
+
+def even_owners(wanted: Sequence[Sequence[int]]) -> dict[int, int]:
+    """Choose which rank makes each of n things, one that needs it; of W ranks none gets more than ceil(n / W).
+
+    Such a choice exists where every thing is needed as often as every other, counted over all ranks, and every rank
+    needs as many: a rank then has its share of every thing it needs, n / W in all.
+
+    Args:
+        wanted: per rank, the keys of what it needs, a key for every time.
+
+    Raises:
+        ValueError: there is no such choice.
+    """
+    from scipy.optimize import linear_sum_assignment  # a second, only where groups are dealt
+
+    holders = _holders(wanted)
+    keys, most = sorted(holders), math.ceil(len(holders) / len(wanted))
+    needs = [[float(rank not in holders[key]) for rank in range(len(wanted)) for _ in range(most)] for key in keys]
+    _, places = linear_sum_assignment(needs)
+    found = {key: int(place) // most for key, place in zip(keys, places, strict=True)}
+    if any(rank not in holders[key] for key, rank in found.items()):
+        raise ValueError(f"no even choice of owners among the ranks that hold {holders}")
+    return found
+
+
+def _holders(wanted: Sequence[Sequence[Key]]) -> dict[Key, list[int]]:
     holders: dict[Key, list[int]] = {}
     for rank, own in enumerate(wanted):
         for key in dict.fromkeys(own):
             holders.setdefault(key, []).append(rank)
-    load = [0.0] * len(wanted)
-    found = {}
-    for key in sorted(holders, key=lambda key: (-cost(key), key)):
-        found[key] = min(holders[key], key=lambda rank: load[rank])
-        load[found[key]] += cost(key)
-    return dict(sorted(found.items()))
+    return holders
 
 
 def hand_out(
@@ -103,8 +131,10 @@ def hand_out(
 ) -> dict[Key, Tensor]:
     """Send what others need of this rank's, return what it needs of theirs (collective call).
 
-    Tensors are fp32, of any shapes; `owner` is what `owners` made of `wanted`.
+    Tensors are fp32, of any shapes; `owner` names the rank that made each, keys ascending.
     """
+    if group.size == 1:
+        return {}
     made_here = [list(own[key].shape) for key in owner if key in own]
     shapes = [iter(json.loads(text)) for text in group.gather_text(json.dumps(made_here))]
     shape = {key: tuple(next(shapes[rank])) for key, rank in owner.items()}
