@@ -16,7 +16,8 @@ from torch import Tensor
 
 from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.rollout.scoring import decode, share_results
-from flow_grpo.judging.evaluate import ConditionSource, sample
+from flow_grpo.data.splits import Split
+from flow_grpo.judging.evaluate import sample
 from flow_grpo.maths.keys import key
 from flow_grpo.records import RewardResult
 from flow_grpo.settings.errors import RunStoppedError
@@ -100,7 +101,7 @@ class Signal:
 
 
 def measure_signal(
-    collector: Collector, dataset: ConditionSource, weights: Mapping[str, float], *, groups: int, both: bool = False
+    collector: Collector, dataset: Split, weights: Mapping[str, float], *, groups: int, both: bool = False
 ) -> Signal:
     """Sample groups as the run does, from noise of their own; return what the rewards tell (collective call).
 
@@ -129,7 +130,7 @@ def measure_signal(
     return Signal(spreads, weights, recipe_shares)
 
 
-def sample_group(collector: Collector, dataset: ConditionSource, sampling: Sampling, gid: int) -> dict[str, Tensor]:
+def sample_group(collector: Collector, dataset: Split, sampling: Sampling, gid: int) -> dict[str, Tensor]:
     """Return reward name -> (k,) fp64 values of one condition's copies, NaN where not valid (collective call)."""
     policy, rewards, world = collector.policy, collector.rewards, collector.world
     copies, most = range(collector.config.sample.k), collector.config.sample.train_batch_size

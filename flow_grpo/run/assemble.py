@@ -235,7 +235,7 @@ def _open_tracker(
         world,
         resumed_step=resumed_step,
         direction=functools.partial(direction, rewards=evaluator.names),
-        deciding=functools.partial(deciding, rewards=evaluator.names, weights=trained_rewards(config)),
+        deciding=functools.partial(deciding, rewards=evaluator.names, trained=trained_rewards(config)),
     )
 
 

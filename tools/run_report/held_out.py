@@ -53,7 +53,7 @@ GROUPS = (CAMERA, PICTURE, AGREEMENT, TRAINED, "other measurements")
 
 
 def rewards(run: Run) -> list[str]:
-    return [name for name, weight in trained_rewards(run.config).items() if weight]
+    return trained_rewards(run.config)
 
 
 def direction(run: Run, name: str) -> int:
