@@ -173,7 +173,10 @@ def test_what_got_worse_for_a_kind_of_camera_is_named_although_the_mean_got_bett
     }
     names = ["eval/rot_err_deg", "eval/trans_err_m", "eval/room_pose", "eval/motion"]
     rot, pose = "zoom_in rot_err_deg +0.7 [+0.3, +1.1]", "pan_left room_pose -0.2 [-0.3, -0.1]"
-    assert worse_by_camera(by_camera, names, REWARDS, {}, {}) == [pose, rot]  # clearer: as large as its interval is wide
+    assert worse_by_camera(by_camera, names, REWARDS, {}, {}) == [
+        pose,
+        rot,
+    ]  # clearer: as large as its interval is wide
     before = {"eval_by_camera/zoom_in/rot_err_deg": 1.8, "eval_by_camera/pan_left/room_pose": -20.0}
     assert worse_by_camera(by_camera, names, REWARDS, before, {}) == [pose, rot]
     assert worse_by_camera(by_camera, names, REWARDS, {"eval_by_camera/zoom_in/rot_err_deg": 50.0}, {}) == [pose]
