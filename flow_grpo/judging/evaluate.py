@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,15 +36,6 @@ from flow_grpo.settings.sampling import ODE, Sampling
 from flow_grpo.settings.schema import Config
 
 POSE_ERRORS = ("rot_err_deg", "trans_err_m")  # of the gold estimator, shown below its videos
-
-
-@runtime_checkable
-class Locator(Protocol):
-    """An estimator that can say where it saw the cameras, not only how far from the command."""
-
-    def locate(self, videos: Tensor, conditions: Sequence[Condition]) -> Tensor:
-        """Return (B, T, 4, 4) camera-to-world like the commands of (B, 3, T, h, w) videos, NaN for lost frames."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,9 +216,8 @@ class Evaluator:
         self, videos: Tensor, conditions: Sequence[Condition], table: Table, base: Tensor | None = None
     ) -> list[Clip]:
         """Return the clips of B videos (B, 3, T, h, w) with what was measured on them: the first B rows of `table`."""
-        located = None
-        if isinstance(self.gold, Locator) and len(videos):
-            located = self.gold.locate(videos, conditions)
+        locate = getattr(self.gold, "locate", None)  # where an estimator saw the cameras
+        located = locate(videos, conditions) if locate and len(videos) else None
         clips = []
         for row, condition in enumerate(conditions):
             scores = table.scores(row)

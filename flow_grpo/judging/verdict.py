@@ -38,10 +38,10 @@ class Verdict:
     # "better" or "worse" where the aspects agree, "mixed" where they do not, else "unclear": also where an aspect got
     # better and another is not judged, and where only the true view is nearer.
     overall: str
+    in_words: str  # the verdict in one line
     aspects: dict[str, str]  # aspect -> such a word, or why it is not judged
     metrics: dict[str, str]  # `eval/` name -> "better", "worse" or "unclear"
-    deciding: tuple[str, ...]  # those of them that decide
-    in_words: str  # the verdict in one line
+    deciding: list[str]  # those of them that decide
 
 
 def direction(name: str, rewards: Sequence[str]) -> int:
@@ -108,7 +108,7 @@ def judge(
     lines = [f"{overall}: {', '.join(words)}" if words else overall]
     lines += [f"{part}: {why}" for part, why in missing.items()]
     lines += [DO_NOT_USE] if overall == "worse" else []
-    return Verdict(overall, aspects | missing, found, tuple(names), "; ".join(lines))
+    return Verdict(overall, "; ".join(lines), aspects | missing, found, names)
 
 
 def _common(words: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from flow_grpo.judging.changes import changes_by_camera, with_intervals
@@ -70,16 +71,8 @@ def conclude(trainer: Trainer, after: Evaluation) -> None:
         gallery.cameras(cameras_before, means_by_camera(after.table), by_camera, state.finished)
         trainer.tracker.write_summary(
             {
-                "verdict": {
-                    "overall": verdict.overall,
-                    "in_words": verdict.in_words,
-                    "aspects": verdict.aspects,
-                    "metrics": verdict.metrics,
-                    "deciding": verdict.deciding,
-                    "worse_by_camera": worse,
-                    "best": best_files,
-                    "worst": worst_files,
-                },
+                "verdict": dataclasses.asdict(verdict)
+                | {"worse_by_camera": worse, "best": best_files, "worst": worst_files},
                 "before": state.before,
                 "after": with_intervals(after.metrics, changes),
                 **({"change_by_camera": by_camera} if by_camera else {}),
