@@ -282,13 +282,14 @@ class Trainer:
         Raises:
             BrokenPolicyError: on every rank, if a rule of `train.stop_if` holds.
         """
-        due = self._evaluation_is_due(self.state.finished)
-        evaluation = self.evaluate() if due else None
-        held_out = {} if evaluation is None else evaluation.metrics | alarm(self, evaluation)
-        self.progress.finish_epoch(self.metrics | held_out)
-        changes = {} if evaluation is None else self.changes(evaluation)
-        means = {name.replace("eval/", "eval_change/"): change.mean for name, change in changes.items()}
-        holding = broken(self.config.train.stop_if, self.metrics | held_out | means)
+        measured = dict(self.metrics)
+        if self._evaluation_is_due(self.state.finished):
+            evaluation = self.evaluate()
+            changes = self.changes(evaluation)
+            measured |= evaluation.metrics | alarm(self, evaluation)
+            measured |= {name.replace("eval/", "eval_change/"): change.mean for name, change in changes.items()}
+        self.progress.finish_epoch(measured)
+        holding = broken(self.config.train.stop_if, measured)
         # Times and memory differ between ranks, which must end together.
         self.state.broken = next(filter(None, self.world.all.gather_text(holding)), "")
         self._stop_if_broken()
