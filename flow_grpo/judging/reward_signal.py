@@ -106,13 +106,8 @@ def measure_signal(
     """Sample groups as the run does, from noise of their own; return what the rewards tell (collective call).
 
     The credit share needs groups with own and with shared initial noise; a recipe whose copies share theirs has none.
-
-    Args:
-        collector: collector of the run.
-        dataset: conditions to sample, the first ones of a fixed order.
-        weights: reward name -> weight.
-        groups: number of groups on every rank, for each kind of noise.
-        both: sample with own initial noise although the recipe's copies share theirs; without, `Spread.own` is NaN.
+    Of each kind every rank samples `groups`, of the first conditions of the data set. With `both`, own noise is sampled
+    although the recipe's copies share theirs; without, `Spread.own` is NaN.
     """
     sampling, world, floors = collector.sampling, collector.world, collector.rewards.floors
     recipe_shares = sampling.same_initial_noise

@@ -74,14 +74,9 @@ def judge(
 ) -> Verdict:
     """Return the verdict on paired changes, of which one without an interval is unclear.
 
-    Args:
-        changes: `eval/` name -> change.
-        rewards: names of all that was measured, the gold estimator's included.
-        trained: those that shaped what was learned.
-        before: `eval/` name -> value before training.
-        floors: `eval/` name -> what is found on perfect videos, or the noise of a reward.
-        twins: `eval/` names that equal a trained reward, see `Table.twins`.
-        filmed: the videos film a source along a camera path: both aspects must be judged for "better".
+    Metrics have their `eval/` names. `rewards` are all that was measured, the gold estimator included, `trained` those
+    that shaped what was learned, `twins` the metrics that equal one, see `Table.twins`. A floor is what is found on
+    perfect videos, or a reward's noise. Where videos are `filmed`, both aspects must be judged for "better".
     """
     found = {
         name: word_of(name, (change.mean, change.low, change.high), rewards, before.get(name), floors.get(name))
@@ -170,12 +165,8 @@ def worse_by_camera(
     A run that is better in the mean may be worse for one of them. The clearest stand first: those whose change is the
     largest beside its interval. Changes below the least effect are left out.
 
-    Args:
-        by_camera: as of `changes_by_camera`.
-        names: the metrics to look at, such as those of `deciding`.
-        rewards: as in `direction`.
-        before: `eval_by_camera/<kind>/<metric>` -> value before training.
-        floors: as in `judge`.
+    The changes are as of `changes_by_camera`, the metrics `names` are looked at; values before training are by
+    `eval_by_camera/<kind>/<metric>`, rewards and floors as in `judge`.
     """
     found = []
     for kind, changes in by_camera.items():

@@ -42,14 +42,9 @@ def mean_interval(
 
     Each row is resampled with its group, such as its source video; fewer groups than `least` give no interval. For a
     paired comparison pass differences: the two differ significantly if the interval excludes 0.
-
-    Raises:
-        ValueError: different numbers of values and groups, or non-finite values.
     """
-    if len(values) != len(groups):
-        raise ValueError(f"bootstrap has {len(values)} values and {len(groups)} groups, must be as many")
-    if not all(map(math.isfinite, values)):
-        raise ValueError("bootstrap has values that are not finite; leave those rows out and say how many")
+    assert len(values) == len(groups), "a group for every value"
+    assert all(map(math.isfinite, values)), "rows without a value are left out, and counted, by the caller"
     names = {name: place for place, name in enumerate(dict.fromkeys(groups))}
     numbers = torch.tensor(list(values), dtype=torch.float64)
     mean = float(numbers.mean())
