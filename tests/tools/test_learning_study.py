@@ -35,9 +35,8 @@ def leave_run(folder, *, errors: list[float], verdict: str = "mixed") -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     after = dict.fromkeys(MEASURES, errors[-1]) | {f"{name}_ci95": [-0.9, -0.1] for name in MEASURES}
     by_camera = {"pan_left": {name: [errors[-1] - errors[0], -0.3, 0.1] for name in MEASURES}}
-    judged = {"overall": verdict, "in_words": ""}
-    summary = {"verdict": judged, "before": dict.fromkeys(MEASURES, errors[0]), "after": after}
-    summary |= {"change_by_camera": by_camera}
+    summary = {"before": dict.fromkeys(MEASURES, errors[0]), "after": after, "change_by_camera": by_camera}
+    summary |= {"verdict": {"overall": verdict, "in_words": ""}}
     (folder / "summary.json").write_text(json.dumps(summary))
 
 
