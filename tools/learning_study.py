@@ -26,15 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 
 import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
-from flow_grpo.judging.verdict import TRUE_VIEW, judge
-from flow_grpo.maths.bootstrap import Interval
+from flow_grpo.reporting.drawing.style import new_figure
 from flow_grpo.run.starts import commit
 from flow_grpo.runtime.atomic_file import write_atomically
-from flow_grpo.settings.checks import trained_rewards
-from flow_grpo.settings.loading import load_config
 from tools.common import fail, launcher, make_parser, markdown_table
 from tools.run_folder import Run, read_run
 
@@ -49,11 +43,6 @@ MEASURES = {  # -> title and decimals; what a record lacks is not shown
     "eval/found_path_psnr_db": ("PSNR on the found path dB", 3),
     "eval/target_view_psnr_db": ("PSNR dB (trained)", 3),
 }
-NOTE = """\
-The verdict on every seed is that of `flow_grpo/judging/verdict.py`: on camera and picture, by what no reward trained.
-PSNR is trained in all rows, as `target_psnr`, and is no independent measure. The residual is the rms colour error that
-the gold estimator's poses leave: more is worse. Intervals are by scene and widened by t for 16 scenes; those by kind of
-camera hold for all ten kinds together, so that one star among the ten counts."""
 EVERY = 10  # epochs between evaluations
 BY_CAMERA = ("demo", "twin")  # variants with a table of their own
 
@@ -199,7 +188,7 @@ def outcome(run: Run) -> dict[str, Any]:
         camera: {metric: changes[metric] for metric in MEASURES if metric in changes}
         for camera, changes in summary.change_by_camera.items()
     }
-    ends = {"before": summary.before, "after": summary.after, "floor": summary.floor}
+    ends = {"verdict": summary.verdict.overall, "before": summary.before, "after": summary.after}
     return ends | {"change_by_camera": by_camera, "curve": curve}
 
 
@@ -215,7 +204,7 @@ def load_records() -> dict[str, list[dict[str, Any]]]:
 def write_report(records: dict[str, list[dict[str, Any]]]) -> None:
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
-    lines = [BEGIN, "", NOTE, "", *table(records), ""]
+    lines = [BEGIN, "", *table(records), ""]
     for name in BY_CAMERA:
         if name in records:
             lines += [f"By kind of camera, {VARIANTS[name].title}:", "", *table_by_camera(records[name]), ""]
@@ -237,27 +226,11 @@ def table(records: dict[str, list[dict[str, Any]]]) -> list[str]:
         seeds = ", ".join(str(run["seed"]) for run in runs)
         work = fmean([point["forward_equivalents"] for point in last]) / 1000
         minutes = fmean([point["minutes"] for point in last])
-        rows.append([VARIANTS[name].title, seeds, verdicts(name, runs), *changes, f"{work:.1f}", f"{minutes:.1f}"])
+        words = Counter(run["verdict"] for run in runs).items()
+        verdicts = ", ".join(word + (f" ×{count}" if count > 1 else "") for word, count in words)
+        rows.append([VARIANTS[name].title, seeds, verdicts, *changes, f"{work:.1f}", f"{minutes:.1f}"])
     titles = [f"change of {MEASURES[metric][0]}" for metric in shown]
     return markdown_table(["variant", "seeds", "verdict", *titles, "thousand F", "minutes"], rows)
-
-
-def verdicts(name: str, runs: Sequence[dict[str, Any]]) -> str:
-    """Return the verdicts on runs of a variant, such as "mixed ×2, unclear"."""
-    knobs = [f"--config.{knob}={value}" for knob, value in VARIANTS[name].overrides.items()]
-    config = load_config(f"{ROOT}/config/grpo.py:{VARIANTS[name].recipe}", knobs)
-    weights, found = trained_rewards(config), Counter[str]()
-    trained = {f"eval/{reward}" for reward, weight in weights.items() if weight}
-    names = [TRUE_VIEW, *weights, config.eval.gold]
-    for run in runs:
-        before, after = run["before"], run["after"]
-        known = [metric for metric in before if f"{metric}_ci95" in after]
-        changes = {m: Interval(after[m] - before[m], *after[f"{m}_ci95"], rows=0, groups=0) for m in known}
-        own = [(before[m], after[m]) for m in known if m in trained]
-        twins = {m for m in known for b, a in own if max(abs(before[m] - b), abs(after[m] - a)) < 1e-9}
-        floors = {metric.replace("eval_floor/", "eval/"): value for metric, value in run.get("floor", {}).items()}
-        found[judge(changes, names, weights, before=before, floors=floors, twins=twins).overall] += 1
-    return ", ".join(word + (f" ×{count}" if count > 1 else "") for word, count in found.items())
 
 
 def in_all(places: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -284,8 +257,7 @@ def in_words(metric: str, found: Sequence[Sequence[float]]) -> str:
 def draw(records: dict[str, list[dict[str, Any]]]) -> None:
     """Draw every measure against F and against minutes: mean over the seeds, and their range."""
     shown = in_all(point for runs in records.values() for run in runs for point in run["curve"])
-    figure = Figure(figsize=(4 * len(shown), 7), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(figsize=(4 * len(shown), 7), layout="constrained")
     axes = (("forward_equivalents", 1000, "thousand forward-equivalents"), ("minutes", 1, "minutes of training"))
     for row, (axis, scale, unit) in enumerate(axes):
         for column, metric in enumerate(shown):

@@ -56,17 +56,15 @@ def main(words: Sequence[str] | None = None) -> int:
         config = load_config(known.config, overrides)
         check_world(config, known.devices)
         config, message = choose_recomputation(config, known.devices, limit)
+        if not known.json:
+            print(f"counting the costs of {known.config}; nothing is allocated", flush=True)
+        plan = make_plan(config, known.devices, rate)
+        share, fits = evaluation_share(config, plan), plan.most_gib <= limit
         if known.json:
-            plan = make_plan(config, known.devices, rate)
-            fits = plan.most_gib <= limit
-            share = evaluation_share(config, plan)
             print(json.dumps(dataclasses.asdict(plan) | {"evaluation_share": share, "fits": fits}))
         else:
-            print(f"counting the costs of {known.config}; nothing is allocated", flush=True)
-            text, fits = report(config, known.devices, rate, limit)
-            share = evaluation_share(config, make_plan(config, known.devices, rate))
-            seen = power.in_words(power.usual_spreads(config), config.eval.num_conditions, _scenes(config))
-            evaluation = f"evaluation: {share:.0%} of the run's forwards; at most {seen}"
+            evaluation = f"evaluation: {share:.0%} of the run's forwards; at most {_seen(config)}"
+            text, _ = report(config, known.devices, rate, limit)
             print(*([message] if message else []), evaluation, text, sep="\n")
     except ValueError as error:
         return fail(error)
@@ -81,10 +79,11 @@ def evaluation_share(config: Config, plan: Plan) -> float:
     return evaluations / (evaluations + epochs * plan.samples_per_epoch * plan.forward_equivalents_per_sample)
 
 
-def _scenes(config: Config) -> int:
-    # Of what is set aside the number is known; else at most as many as conditions.
+def _seen(config: Config) -> str:
+    # Of what is set aside the number of scenes is known; else there are at most as many as conditions.
     aside = config.data.tune_scenes if config.eval.split == "tune" else config.data.report_scenes
-    return min(config.eval.num_conditions, aside or config.eval.num_conditions)
+    conditions = config.eval.num_conditions
+    return power.in_words(power.usual_spreads(config), conditions, min(conditions, aside or conditions))
 
 
 def _limits(known: argparse.Namespace) -> tuple[float, float]:

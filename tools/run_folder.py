@@ -46,11 +46,10 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """The verdict in a summary; fields as of `flow_grpo.judging.verdict.Verdict`, and what got worse by camera."""
+    """The verdict in a summary, as of `flow_grpo.judging.verdict.Verdict`, and what got worse by camera."""
 
     overall: str
     in_words: str
-    aspects: dict[str, str] = dataclasses.field(default_factory=dict)
     metrics: dict[str, str] = dataclasses.field(default_factory=dict)
     deciding: list[str] = dataclasses.field(default_factory=list)  # empty in runs of earlier versions
     worse_by_camera: list[str] = dataclasses.field(default_factory=list)
@@ -64,7 +63,6 @@ class Summary:
     after: dict[str, float | list[float] | None] = dataclasses.field(default_factory=dict)
     verdict: Judgement | None = None
     change_by_camera: dict[str, dict[str, list[float]]] = dataclasses.field(default_factory=dict)
-    floor: dict[str, float | None] = dataclasses.field(default_factory=dict)  # `eval_floor/` names
     measured_on: dict[str, Any] = dataclasses.field(default_factory=dict)
     train_seconds: float = math.nan
 

@@ -40,19 +40,12 @@ CAPTION_FILES = (Path("videos", "metadata.csv"), Path("metadata.csv"))
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """One scene folder.
+    """One scene folder."""
 
-    Attributes:
-        folder: holds videos/ and cameras/.
-        name: the folder relative to the dataset root, with forward slashes.
-        cameras: camera names in order, numbers in them by their value.
-        focal_mm: focal length in millimetres, or None without a lens folder.
-    """
-
-    folder: Path
-    name: str
-    cameras: tuple[str, ...]
-    focal_mm: float | None
+    folder: Path  # holds videos/ and cameras/
+    name: str  # the folder relative to the dataset root, with forward slashes
+    cameras: tuple[str, ...]  # names in order, numbers in them by their value
+    focal_mm: float | None  # None without a lens folder
 
     def video(self, camera: str) -> Path:
         """Path of a camera's video."""

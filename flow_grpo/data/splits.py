@@ -71,12 +71,8 @@ def whole_splits(data: DataConfig) -> list[Split]:
     Raises:
         ValueError: the data are missing or unusable.
     """
-    if data.prompts:
-        return [
-            prompt_data(data, file) for file in (data.prompts, *([] if data.report_scenes else [data.eval_prompts]))
-        ]
-    splits = (data.train_split, *([] if data.report_scenes else [data.eval_split]))
-    return [multicam_data(data, split) for split in splits]
+    whole = prompt_data(data, data.prompts) if data.prompts else multicam_data(data, data.train_split)
+    return [whole] if data.report_scenes else [whole, held_out_data(data, EvalConfig())]
 
 
 def set_aside(
@@ -95,9 +91,9 @@ def set_aside(
             f"training {kind} there are; lower one, 0 sets none aside"
         )
     order = sorted(map(name, items), key=lambda text: key(f"tune {kind}", text))
-    tuned, reported = set(order[:tune]), set(order[tune : tune + report])
-    others = [item for item in items if name(item) not in tuned | reported]
-    return others, [item for item in items if name(item) in tuned], [item for item in items if name(item) in reported]
+    names = order[tune + report :], order[:tune], order[tune : tune + report]
+    others, tuned, reported = ([item for item in items if name(item) in part] for part in map(set, names))
+    return others, tuned, reported
 
 
 def _training_split(data: DataConfig, part: int) -> Split:

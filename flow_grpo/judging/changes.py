@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
@@ -28,9 +27,7 @@ def paired_changes(before: Table, after: Table, level: float = LEVEL) -> dict[st
             rows = [row for row, known in enumerate(differences.isfinite().tolist()) if known]
             if rows:
                 scenes = [after.scenes[now[row]] for row in rows]
-                change = mean_interval(differences[rows].tolist(), scenes, level=level)
-                few = change.groups < LEAST_SCENES
-                change = dataclasses.replace(change, low=math.nan, high=math.nan) if few else change
+                change = mean_interval(differences[rows].tolist(), scenes, level=level, least=LEAST_SCENES)
                 found[f"eval/{name}{ending}"] = change
     return found
 
@@ -43,23 +40,20 @@ def changes_by_camera(before: Table, after: Table) -> dict[str, dict[str, list[f
     """
     parts = {kind: part for kind, part in after.by_camera().items() if len(set(part.scenes)) >= LEAST_SCENES}
     level = 1 - (1 - LEVEL) / max(1, len(parts))
-    kinds = {kind: paired_changes(before, part, level) for kind, part in parts.items()}
-    known = {
-        kind: {name: [one.mean, one.low, one.high] for name, one in changes.items() if math.isfinite(one.low)}
-        for kind, changes in kinds.items()
-    }
-    return {kind: changes for kind, changes in known.items() if changes}
+    found = {}
+    for kind, part in parts.items():
+        changes = paired_changes(before, part, level)
+        found[kind] = {name: [one.mean, one.low, one.high] for name, one in changes.items() if math.isfinite(one.low)}
+    return {kind: known for kind, known in found.items() if known}
 
 
 def as_metrics(changes: Mapping[str, Interval], names: Sequence[str]) -> dict[str, float]:
     """Return `eval_change/` name, name_low and name_high of those of the `eval/` names that have an interval."""
     metrics: dict[str, float] = {}
     for name in names:
-        change = changes.get(name)
-        if change is not None and math.isfinite(change.low):
-            short = name.removeprefix("eval/")
-            ends = {"": change.mean, "_low": change.low, "_high": change.high}
-            metrics |= {f"eval_change/{short}{end}": value for end, value in ends.items()}
+        if name in changes and math.isfinite(changes[name].low):
+            own, change = name.replace("eval/", "eval_change/", 1), changes[name]
+            metrics |= {own: change.mean, f"{own}_low": change.low, f"{own}_high": change.high}
     return metrics
 
 
@@ -68,7 +62,6 @@ def with_intervals(metrics: Mapping[str, float], changes: Mapping[str, Interval]
     found: dict[str, float | list[float]] = {}
     for name, value in metrics.items():
         found[name] = value
-        change = changes.get(name)
-        if change is not None and math.isfinite(change.low):
-            found[f"{name}_ci95"] = [change.low, change.high]
+        if name in changes and math.isfinite(changes[name].low):
+            found[f"{name}_ci95"] = [changes[name].low, changes[name].high]
     return found

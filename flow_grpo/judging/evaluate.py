@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.rollout.scoring import decode
 from flow_grpo.algorithm.rollout.shared_encodings import share_encodings
 from flow_grpo.data.dynamic_batch import DynamicBatchSampler
+from flow_grpo.data.splits import Split
 from flow_grpo.judging.table import Table, common_rows
 from flow_grpo.maths.keys import generator, key
 from flow_grpo.maths.schedule import flow_sigmas
@@ -35,39 +36,6 @@ from flow_grpo.settings.sampling import ODE, Sampling
 from flow_grpo.settings.schema import Config
 
 POSE_ERRORS = ("rot_err_deg", "trans_err_m")  # of the gold estimator, shown below its videos
-
-
-class ConditionSource(Protocol):
-    """A data set whose items are a function of their index."""
-
-    def __len__(self) -> int:
-        """Return how many conditions there are."""
-        ...
-
-    def condition(self, index: int, gid: int = 0, slot: int = 0) -> Condition:
-        """Return one of them."""
-        ...
-
-    def scene_of(self, index: int) -> str:
-        """Return the name of its scene."""
-        ...
-
-    def size_of(self, index: int) -> tuple[int, int, int]:
-        """Return the (frames, rows, columns) of its videos."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Return a hash of which conditions these are."""
-        ...
-
-
-@runtime_checkable
-class Locator(Protocol):
-    """An estimator that can say where it saw the cameras, not only how far from the command."""
-
-    def locate(self, videos: Tensor, conditions: Sequence[Condition]) -> Tensor:
-        """Return (B, T, 4, 4) camera-to-world like the commands of (B, 3, T, h, w) videos, NaN for lost frames."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,40 +57,20 @@ class Evaluation:
         return [{"preset": preset, "count": len(part.scenes)} | part.means() for preset, part in parts.items()]
 
 
+@dataclasses.dataclass
 class Evaluator:
-    """Measures a policy on held-out conditions.
+    """Measures a policy on held-out conditions: row r of every table is the condition `indices[r]` of the data set."""
 
-    Row r of every table is the condition `indices[r]` of the data set.
+    policy: Policy
+    dataset: Split
+    rewards: RewardSet  # measured on every sample
+    gold: Reward | None  # an estimator that no reward uses; its metrics have no prefix
+    config: Config  # of which `eval` says how to measure
+    world: World
+    sampling: Sampling | None = None  # how to denoise; by default deterministically, in `eval.num_steps`
 
-    Args:
-        policy: sampled deterministically.
-        dataset: held-out conditions.
-        rewards: measured on every sample.
-        gold: an estimator that no reward uses, or None; its metrics have no prefix.
-        config: the recipe, of which `eval` says how to measure.
-        world: who shares the work.
-        sampling: how to denoise; None is deterministic, in `eval.num_steps`.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        dataset: ConditionSource,
-        rewards: RewardSet,
-        gold: Reward | None,
-        config: Config,
-        world: World,
-        sampling: Sampling | None = None,
-    ) -> None:
-        sigmas = flow_sigmas(config.eval.num_steps, config.sample.shift)
-        self.sampling = sampling or Sampling(sigmas, ODE, seed=key("eval", "noise"))
-        self.indices = held_out_indices(dataset, config.eval.num_conditions)
-        self.policy = policy
-        self.dataset = dataset
-        self.rewards = rewards
-        self.gold = gold
-        self.config = config
-        self.world = world
+    def __post_init__(self) -> None:
+        self.indices = held_out_indices(self.dataset, self.config.eval.num_conditions)
 
     @property
     def scenes(self) -> int:
@@ -252,7 +200,9 @@ class Evaluator:
 
     def _sample(self, rows: Sequence[int]) -> tuple[list[Condition], Tensor]:
         loading = (self.dataset.condition(self.indices[row], gid=self.indices[row]) for row in rows)
-        return sample(self.policy, loading, self.sampling, self.world, "evaluation", eval_guidance(self.config))
+        sigmas = flow_sigmas(self.config.eval.num_steps, self.config.sample.shift)
+        sampling = self.sampling or Sampling(sigmas, ODE, seed=key("eval", "noise"))
+        return sample(self.policy, loading, sampling, self.world, "evaluation", eval_guidance(self.config))
 
     def _measure(self, videos: Tensor, conditions: Sequence[Condition]) -> Table:
         columns: dict[str, Tensor] = {}
@@ -266,9 +216,8 @@ class Evaluator:
         self, videos: Tensor, conditions: Sequence[Condition], table: Table, base: Tensor | None = None
     ) -> list[Clip]:
         """Return the clips of B videos (B, 3, T, h, w) with what was measured on them: the first B rows of `table`."""
-        located = None
-        if isinstance(self.gold, Locator) and len(videos):
-            located = self.gold.locate(videos, conditions)
+        locate = getattr(self.gold, "locate", None)  # where an estimator saw the cameras
+        located = locate(videos, conditions) if locate and len(videos) else None
         clips = []
         for row, condition in enumerate(conditions):
             scores = table.scores(row)
@@ -310,7 +259,7 @@ def sample(
         return conditions, rollout(policy, conditions, conditioning, windows, sampling).final_latents
 
 
-def held_out_indices(dataset: ConditionSource, count: int) -> list[int]:
+def held_out_indices(dataset: Split, count: int) -> list[int]:
     """Return the indices of the `count` conditions of a data set to measure, the same in every run.
 
     They are of as many scenes as there are, each as often as any other: conditions of one scene tell less.

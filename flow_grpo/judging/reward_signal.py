@@ -16,7 +16,8 @@ from torch import Tensor
 
 from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.rollout.scoring import decode, share_results
-from flow_grpo.judging.evaluate import ConditionSource, sample
+from flow_grpo.data.splits import Split
+from flow_grpo.judging.evaluate import sample
 from flow_grpo.maths.keys import key
 from flow_grpo.records import RewardResult
 from flow_grpo.settings.errors import RunStoppedError
@@ -100,18 +101,13 @@ class Signal:
 
 
 def measure_signal(
-    collector: Collector, dataset: ConditionSource, weights: Mapping[str, float], *, groups: int, both: bool = False
+    collector: Collector, dataset: Split, weights: Mapping[str, float], *, groups: int, both: bool = False
 ) -> Signal:
     """Sample groups as the run does, from noise of their own; return what the rewards tell (collective call).
 
     The credit share needs groups with own and with shared initial noise; a recipe whose copies share theirs has none.
-
-    Args:
-        collector: collector of the run.
-        dataset: conditions to sample, the first ones of a fixed order.
-        weights: reward name -> weight.
-        groups: number of groups on every rank, for each kind of noise.
-        both: sample with own initial noise although the recipe's copies share theirs; without, `Spread.own` is NaN.
+    Of each kind every rank samples `groups`, of the first conditions of the data set. With `both`, own noise is sampled
+    although the recipe's copies share theirs; without, `Spread.own` is NaN.
     """
     sampling, world, floors = collector.sampling, collector.world, collector.rewards.floors
     recipe_shares = sampling.same_initial_noise
@@ -129,7 +125,7 @@ def measure_signal(
     return Signal(spreads, weights, recipe_shares)
 
 
-def sample_group(collector: Collector, dataset: ConditionSource, sampling: Sampling, gid: int) -> dict[str, Tensor]:
+def sample_group(collector: Collector, dataset: Split, sampling: Sampling, gid: int) -> dict[str, Tensor]:
     """Return reward name -> (k,) fp64 values of one condition's copies, NaN where not valid (collective call)."""
     policy, rewards, world = collector.policy, collector.rewards, collector.world
     copies, most = range(collector.config.sample.k), collector.config.sample.train_batch_size

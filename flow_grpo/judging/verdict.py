@@ -38,15 +38,10 @@ class Verdict:
     # "better" or "worse" where the aspects agree, "mixed" where they do not, else "unclear": also where an aspect got
     # better and another is not judged, and where only the true view is nearer.
     overall: str
+    in_words: str  # the verdict in one line
     aspects: dict[str, str]  # aspect -> such a word, or why it is not judged
     metrics: dict[str, str]  # `eval/` name -> "better", "worse" or "unclear"
-    deciding: tuple[str, ...]  # those of them that decide
-    in_words: str  # the verdict in one line
-
-    def hacked(self, weights: Mapping[str, float], gold: str) -> bool:
-        """Return whether a trained reward got better and the value of the gold estimator worse."""
-        rises = any(self.metrics.get(f"eval/{name}") == "better" for name, weight in weights.items() if weight)
-        return rises and self.metrics.get(f"eval/{gold}") == "worse"
+    deciding: list[str]  # those of them that decide
 
 
 def direction(name: str, rewards: Sequence[str]) -> int:
@@ -70,56 +65,45 @@ def aspect(name: str) -> str:
 def judge(
     changes: Mapping[str, Interval],
     rewards: Sequence[str],
-    weights: Mapping[str, float],
+    trained: Sequence[str],
     *,
     before: Mapping[str, float],
-    floors: Mapping[str, float] | None = None,
+    floors: Mapping[str, float],
     twins: Collection[str] = (),
     filmed: bool = True,
 ) -> Verdict:
     """Return the verdict on paired changes, of which one without an interval is unclear.
 
-    Args:
-        changes: `eval/` name -> change.
-        rewards: names of all that was measured, the gold estimator's included.
-        weights: reward -> its largest weight in training.
-        before: `eval/` name -> value before training.
-        floors: `eval/` name -> what is found on perfect videos, or the noise of a reward.
-        twins: `eval/` names that equal a trained reward, see `Table.twins`.
-        filmed: the videos film a source along a camera path: both aspects must be judged for "better".
+    Metrics have their `eval/` names. `rewards` are all that was measured, the gold estimator included, `trained` those
+    that shaped what was learned, `twins` the metrics that equal one, see `Table.twins`. A floor is what is found on
+    perfect videos, or a reward's noise. Where videos are `filmed`, both aspects must be judged for "better".
     """
-    signs = {name: direction(name, rewards) for name in changes}
     found = {
-        name: word_of(name, (change.mean, change.low, change.high), rewards, before.get(name), (floors or {}).get(name))
+        name: word_of(name, (change.mean, change.low, change.high), rewards, before.get(name), floors.get(name))
         for name, change in changes.items()
-        if signs[name]
+        if direction(name, rewards)
     }
-    names = deciding(found, rewards, weights, twins)
+    names = deciding(found, rewards, trained, twins)
     parts = {part: [name for name in names if aspect(name) == part] for part in (CAMERA, PICTURE, AGREEMENT, OTHER)}
-    parts = {part: own for part, own in parts.items() if own}
-    aspects = {part: _common([found[name] for name in own]) for part, own in parts.items()}
+    aspects = {part: _common([found[name] for name in own]) for part, own in parts.items() if own}
     overall = _common(list(aspects.values()))
-    missing = [part for part in NOT_JUDGED if filmed and part not in aspects]
+    missing = {part: why for part, why in NOT_JUDGED.items() if filmed and part not in aspects}
     if filmed and overall == "better" and (missing or "better" not in (aspects[CAMERA], aspects[PICTURE])):
         overall = "unclear"
     words = []
-    for part, own in parts.items():
-        clear = [name for name in own if found[name] != "unclear"]
+    for part, word in aspects.items():
+        clear = [name for name in parts[part] if found[name] != "unclear"]
         clear = sorted(clear, key=lambda name: name.startswith(f"eval/{TRUE_VIEW}"))[:FIGURES]  # physical units first
         figures = [f"{name.removeprefix('eval/')} {_moved(before.get(name), changes[name].mean)}" for name in clear]
-        words.append(f"{part} {aspects[part]}" + (f" ({', '.join(figures)})" if figures else ""))
+        words.append(f"{part} {word}" + (f" ({', '.join(figures)})" if figures else ""))
     if not any(math.isfinite(change.low) for change in changes.values()):
         words = [TOO_FEW]
     elif not names and not filmed:
         words = ["all that is measured was trained"]
-    text = "; ".join(
-        [
-            f"{overall}: {', '.join(words)}" if words else overall,
-            *(f"{part}: {NOT_JUDGED[part]}" for part in missing),
-            *([DO_NOT_USE] if overall == "worse" else []),
-        ]
-    )
-    return Verdict(overall, aspects | {part: NOT_JUDGED[part] for part in missing}, found, tuple(names), text)
+    lines = [f"{overall}: {', '.join(words)}" if words else overall]
+    lines += [f"{part}: {why}" for part, why in missing.items()]
+    lines += [DO_NOT_USE] if overall == "worse" else []
+    return Verdict(overall, "; ".join(lines), aspects | missing, found, names)
 
 
 def _common(words: Sequence[str]) -> str:
@@ -156,21 +140,16 @@ def word_of(
 
 
 def deciding(
-    names: Iterable[str], rewards: Sequence[str], weights: Mapping[str, float], twins: Collection[str] = ()
+    names: Iterable[str], rewards: Sequence[str], trained: Iterable[str], twins: Collection[str] = ()
 ) -> list[str]:
     """Return those of the held-out metrics `eval/...` that decide the verdict.
 
     These measure camera, picture or agreement with the true view; where there are none, such as for prompts, the
     rewards that were measured only. What a trained reward measures never decides, nor do `twins`.
     """
-    trained = [f"eval/{name}_" for name, weight in weights.items() if weight]
-    free = [
-        name
-        for name in names
-        if direction(name, rewards)
-        and name.removesuffix("_valid") not in twins
-        and not f"{name}_".startswith(tuple(trained))
-    ]
+    taken = tuple(f"eval/{name}_" for name in trained)
+    free = [name for name in names if direction(name, rewards) and not f"{name}_".startswith(taken)]
+    free = [name for name in free if name.removesuffix("_valid") not in twins]
     return [name for name in free if aspect(name) != OTHER] or free
 
 
@@ -179,26 +158,22 @@ def worse_by_camera(
     names: Sequence[str],
     rewards: Sequence[str],
     before: Mapping[str, float],
-    floors: Mapping[str, float] | None = None,
+    floors: Mapping[str, float],
 ) -> list[str]:
     """Return what got worse for a kind of camera, in words, such as "zoom_in rot_err_deg +0.69 [+0.29, +1.08]".
 
     A run that is better in the mean may be worse for one of them. The clearest stand first: those whose change is the
     largest beside its interval. Changes below the least effect are left out.
 
-    Args:
-        by_camera: as of `changes_by_camera`.
-        names: the metrics to look at, such as those of `deciding`.
-        rewards: as in `direction`.
-        before: `eval_by_camera/<kind>/<metric>` -> value before training.
-        floors: as in `judge`.
+    The changes are as of `changes_by_camera`, the metrics `names` are looked at; values before training are by
+    `eval_by_camera/<kind>/<metric>`, rewards and floors as in `judge`.
     """
     found = []
     for kind, changes in by_camera.items():
         for name in (name for name in names if name in changes):
             (mean, low, high), short = changes[name], name.removeprefix("eval/")
             value = before.get(f"eval_by_camera/{kind}/{short}")
-            if word_of(name, (mean, low, high), rewards, value, (floors or {}).get(name)) == "worse":
+            if word_of(name, (mean, low, high), rewards, value, floors.get(name)) == "worse":
                 text = f"{kind} {short} {mean:+.4g} [{low:+.4g}, {high:+.4g}]"
                 found.append((abs(mean) / (high - low) if high > low else math.inf, text))
     return [text for _, text in sorted(found, key=lambda one: -one[0])]

@@ -26,51 +26,33 @@ LEVEL = 0.95
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A mean with its confidence interval.
+    """A mean with its confidence interval."""
 
-    Attributes:
-        mean: mean over all rows; NaN without rows.
-        low: lower end; NaN with fewer than two groups, which cannot be resampled.
-        high: upper end, likewise.
-        rows: number of values.
-        groups: number of groups.
-    """
-
-    mean: float
-    low: float
+    mean: float  # over all rows; NaN without rows
+    low: float  # NaN with too few groups, like the other end
     high: float
-    rows: int
+    rows: int  # number of values
     groups: int
 
 
-def mean_interval(values: Sequence[float], groups: Sequence[Hashable], *, level: float = LEVEL) -> Interval:
-    """Return the mean of values with its bootstrap interval, deterministic for the same input.
+def mean_interval(
+    values: Sequence[float], groups: Sequence[Hashable], *, level: float = LEVEL, least: int = 2
+) -> Interval:
+    """Return the mean of finite values with its bootstrap interval, deterministic for the same input.
 
-    For a paired comparison pass differences: the two differ significantly if the interval excludes 0.
-
-    Args:
-        values: one finite number per row.
-        groups: the group that each row is resampled with, such as its source video.
-        level: confidence level.
-
-    Raises:
-        ValueError: different numbers of values and groups, or non-finite values.
+    Each row is resampled with its group, such as its source video; fewer groups than `least` give no interval. For a
+    paired comparison pass differences: the two differ significantly if the interval excludes 0.
     """
-    if len(values) != len(groups):
-        raise ValueError(f"bootstrap has {len(values)} values and {len(groups)} groups, must be as many")
-    if not all(map(math.isfinite, values)):
-        raise ValueError("bootstrap has values that are not finite; leave those rows out and say how many")
-    if not values:
-        return Interval(math.nan, math.nan, math.nan, 0, 0)
-    names = list(dict.fromkeys(groups))
-    places = {name: place for place, name in enumerate(names)}
-    rows = torch.tensor([places[group] for group in groups])
+    assert len(values) == len(groups), "a group for every value"
+    assert all(map(math.isfinite, values)), "rows without a value are left out, and counted, by the caller"
+    names = {name: place for place, name in enumerate(dict.fromkeys(groups))}
     numbers = torch.tensor(list(values), dtype=torch.float64)
+    mean = float(numbers.mean())
+    if len(names) < least:
+        return Interval(mean, math.nan, math.nan, len(values), len(names))
+    rows = torch.tensor([names[group] for group in groups])
     sums = torch.zeros(len(names), dtype=torch.float64).index_add(0, rows, numbers)
     counts = torch.zeros(len(names), dtype=torch.float64).index_add(0, rows, torch.ones_like(numbers))
-    mean = float(numbers.mean())
-    if len(names) < 2:
-        return Interval(mean, math.nan, math.nan, len(values), len(names))
     drawn = _drawn(len(names))
     ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
     low, high = torch.quantile((drawn @ sums) / (drawn @ counts), ends).tolist()

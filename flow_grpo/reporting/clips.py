@@ -60,15 +60,9 @@ def make_clip(
     errors: Mapping[str, float] | None = None,
     estimated: Tensor | None = None,
 ) -> Clip:
-    """Return the clip of one sample.
+    """Return the clip of one sample, whose video (3, T, h, w) was generated of the condition.
 
-    Args:
-        condition: condition of the sample.
-        generated: (3, T, h, w) its video.
-        rewards: name -> value.
-        base: (3, T, h, w) what the policy made of it before training, to be shown beside it.
-        errors: name -> pose error, where measured.
-        estimated: as in `Clip`.
+    Beside it is shown `base`, what the policy made of it before training. `errors` are pose errors, where measured.
     """
     short = " ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in rewards.items())
     shown = {SOURCE: condition.source_video, BASE: base, NOW: generated, TRUE: condition.target_video}

@@ -31,12 +31,7 @@ HEADLINE = (
 class Progress:
     """Progress output of a run, on rank 0 only; a context manager. Every rank reports progress to the watchdog.
 
-    Args:
-        num_epochs: epochs of the run.
-        world: all ranks of the run.
-        finished: epochs that were done before a resume.
-        seconds: seconds of training after which the run ends.
-        console: where to print, by default standard output.
+    `finished` epochs were done before a resume; the run ends after so many `seconds` of training.
     """
 
     def __init__(
@@ -140,19 +135,12 @@ def print_before_after(
     run_folder: Path,
     world: World,
     *,
-    floor: Mapping[str, float] | None = None,
+    floor: Mapping[str, float],
     console: Console | None = None,
 ) -> None:
     """Print held-out metrics before and after training side by side, and the run's folder; on rank 0 only.
 
-    Args:
-        before: metric -> value.
-        after: as `before`.
-        changes: metric -> paired change, for those that have one.
-        run_folder: printed below.
-        world: all ranks of the run.
-        floor: `eval_floor/` name -> the estimator's value on perfect videos, in a row below the metric.
-        console: where to print, by default standard output.
+    The estimator's value on perfect videos, `floor` by `eval_floor/` name, stands in a row below the metric.
     """
     if not world.is_main:
         return
@@ -168,8 +156,7 @@ def print_before_after(
             interval = "" if found is None or math.isnan(found.low) else f"[{found.low:+.4f}, {found.high:+.4f}]"
             percent = f"{100 * change / abs(before[name]):+.1f}" if before[name] else ""
             table.add_row(name, f"{before[name]:.4f}", f"{after[name]:.4f}", f"{change:+.4f}", interval, percent)
-            best = (floor or {}).get(name.replace("eval/", "eval_floor/", 1))
-            if best is not None:
-                table.add_row("  floor", "", f"{best:.4f}")
+            if (own := name.replace("eval/", "eval_floor/", 1)) in floor:
+                table.add_row("  floor", "", f"{floor[own]:.4f}")
     console.print(table)
     console.print(f"run folder: {run_folder}", soft_wrap=True, markup=False, highlight=False)

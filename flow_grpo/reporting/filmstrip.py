@@ -26,11 +26,7 @@ Line = dict[str, Any]
 def draw_filmstrip(videos: Path, path: Path) -> None:
     """Write a PNG with the last frames of evaluations, one row per condition; nothing where there is no video.
 
-    In the last frame a path has led furthest, so policies differ most.
-
-    Args:
-        videos: folder with evaluation videos and their index.
-        path: the file, replaced atomically.
+    In the last frame a path has led furthest, so policies differ most. The folder of videos has their index.
     """
     lines = [line for line in video_index.read(videos) if line.get("kind") == "eval"]
     steps = chosen_steps(sorted({line["step"] for line in lines}))

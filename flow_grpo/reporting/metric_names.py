@@ -140,9 +140,7 @@ MEASURES = (
     Metric("<where>/<reward>_matched_frames", "frames with features of the true view", "share"),
     Metric("<where>/<reward>_shake_deg", "unsteadiness of the camera's rotation beyond the command", "degrees a step"),
     Metric("<where>/<reward>_shake_m", "unsteadiness of the camera's path beyond the command", "m a step"),
-    Metric(
-        "<where>/<reward>_found_path_psnr_db", "peak signal-to-noise ratio to the room from the cameras found", "dB"
-    ),
+    Metric("<where>/<reward>_found_path_psnr_db", "PSNR to the room from the cameras found", "dB"),
     Metric("<where>/<reward>_psnr_db", "peak signal-to-noise ratio to the true view", "dB"),
     Metric("<where>/<reward>_ssim", "structural similarity to the true view, 1 at most"),
     Metric("<where>/<reward>_displacement", "shift from the true view, in picture widths"),

@@ -42,14 +42,7 @@ class Tracker:
     A step is the number of finished epochs: 0 is before training, the first epoch's metrics have step 1. Resuming at
     step s removes everything logged after s from the files and tensorboard, but not from other trackers.
 
-    Args:
-        run_folder: outputs/<run_name>; its name is the run's name.
-        config: the whole configuration, nested.
-        trackers: any of `SINKS`.
-        world: all ranks of the run, of which rank 0 writes.
-        resumed_step: step of the checkpoint the run resumes from, or None.
-        direction: see `plots.Direction`.
-        deciding: see `plots.Deciding`.
+    `config` is the whole configuration, nested, `trackers` any of `SINKS`.
 
     Raises:
         ValueError: a tracker is not installed.

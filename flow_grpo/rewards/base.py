@@ -33,20 +33,15 @@ logger = logging.getLogger(__name__)
 class Reward(Protocol):
     """Scores videos: more is better.
 
-    Attributes:
-        name: key of its weight and prefix of its metrics.
-        floor: noise in the unit of the reward: videos whose scores differ by less are equally good.
-        measures: names in `RewardResult.info`, identical for every batch and rank, since ranks gather them.
-
     A class attribute `needs` names the fields of `Condition` without which it can score nothing; by default none.
     """
 
-    name: str
-    floor: float
+    name: str  # key of its weight and prefix of its metrics
+    floor: float  # noise in the unit of the reward: videos whose scores differ by less are equally good
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """Return the names in `RewardResult.info`."""
+        """Return the names in `RewardResult.info`, identical for every batch and rank, since ranks gather them."""
         ...
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
@@ -93,10 +88,6 @@ def check_name(name: str, servers: Mapping[str, str]) -> None:
 
 class RewardSet:
     """Several independent rewards: one that fails affects no other and never becomes a score.
-
-    Args:
-        rewards: with distinct names.
-        weights: name -> weight, for exactly these rewards.
 
     Raises:
         ValueError: names differ, or a reward is malformed, which would otherwise fail hours into a run.
@@ -220,13 +211,9 @@ def try_rewards(rewards: RewardSet, condition: Condition) -> None:
 def build_reward(
     name: str, *, data_root: str | Path, servers: Mapping[str, str] | None = None, timeout_s: float = 120.0
 ) -> Reward:
-    """Return a reward by name.
+    """Return a reward by name, as of `check_name`, which may read scene files in the dataset folder `data_root`.
 
-    Args:
-        name: one of `REWARDS`, "remote:<name>" with a name of `servers`, or FILE.py:NAME.
-        data_root: dataset folder, for rewards that read scene files.
-        servers: name -> http://HOST:PORT of rewards that other processes compute.
-        timeout_s: time limit of one attempt to ask such a server.
+    `servers` are name -> http://HOST:PORT of rewards that other processes compute, each asked for `timeout_s` at most.
 
     Raises:
         ConfigError: for an unknown name, or an own reward that cannot be loaded.

@@ -13,9 +13,7 @@ from flow_grpo.records import Condition
 def once_per_condition(conditions: Sequence[Condition], measure: Callable[[Condition], Tensor]) -> Tensor:
     """Return the measurements (B, ...) of B conditions; those that share their videos are measured once.
 
-    Args:
-        conditions: B.
-        measure: reads nothing of a condition but its source video and target video.
+    `measure` reads nothing of a condition but its source video and target video.
     """
     found: list[tuple[Condition, Tensor]] = []
     rows = []

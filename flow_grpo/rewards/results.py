@@ -22,12 +22,9 @@ def scored_rows(
     measures: Sequence[str],
     score: Callable[[list[int]], tuple[Tensor, Mapping[str, Tensor]]],
 ) -> RewardResult:
-    """Return values and `info` of the rows without a cause; NaN and not valid elsewhere.
+    """Return what `score` finds in the rows without a cause, not called without any; NaN and not valid elsewhere.
 
-    Args:
-        causes: B texts, why a row cannot be scored, or "".
-        measures: names in `info`.
-        score: returns values and `info` of the given rows; not called without any.
+    `causes` are B texts, why a row cannot be scored, or ""; `score` returns values and `info`, by `measures`, of rows.
     """
     rows = [row for row, cause in enumerate(causes) if not cause]
     values = torch.full((len(causes),), torch.nan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from flow_grpo.judging.changes import changes_by_camera, with_intervals
@@ -11,6 +12,7 @@ from flow_grpo.judging.verdict import Verdict, abridged, best_and_worst, directi
 from flow_grpo.reporting.console import print_before_after
 from flow_grpo.run.starts import next_commands
 from flow_grpo.settings.checks import trained_rewards
+from flow_grpo.settings.schema import Config
 
 if TYPE_CHECKING:
     from flow_grpo.run.trainer import Trainer
@@ -20,30 +22,34 @@ SHOWN = 2  # videos at most of the conditions that a run improved most, and as m
 
 def verdict_on(trainer: Trainer, evaluation: Evaluation) -> Verdict:
     """Return the verdict on what an evaluation has found since the one before training."""
-    weights = trained_rewards(trainer.config)
-    twins = evaluation.table.twins([name for name, weight in weights.items() if weight])
+    trained = trained_rewards(trainer.config)
     return judge(
         trainer.changes(evaluation),
         trainer.evaluator.names,
-        weights,
+        trained,
         before=trainer.state.before or {},
         floors=trainer.evaluator.floors(trainer.state.floor),
-        twins={f"eval/{name}" for name in twins},
+        twins={f"eval/{name}" for name in evaluation.table.twins(trained)},
         filmed=not trainer.config.data.prompts,
     )
 
 
-def rings(trainer: Trainer) -> bool:
-    """Return whether the run has an alarm: it needs a gold estimator, and ends a run on conditions for tuning only."""
-    return trainer.evaluator.gold is not None and trainer.config.eval.split == "tune"
+def rings(config: Config) -> bool:
+    """Return whether a run has an alarm: it needs a gold estimator, and ends a run on conditions for tuning only."""
+    return bool(config.eval.gold) and config.eval.split == "tune"
 
 
 def alarm(trainer: Trainer, evaluation: Evaluation) -> dict[str, float]:
-    """Return `eval/hacked`, where the run has that alarm and this is not its first evaluation."""
-    gold = trainer.evaluator.gold
-    if gold is None or not rings(trainer) or trainer.state.table_before is None:
+    """Return `eval/hacked`, where the run has that alarm and this is not its first evaluation.
+
+    It is 1 where a trained reward got better and the value of the gold estimator worse.
+    """
+    config = trainer.config
+    if not rings(config) or trainer.state.table_before is None:
         return {}
-    return {"eval/hacked": float(verdict_on(trainer, evaluation).hacked(trained_rewards(trainer.config), gold.name))}
+    words = verdict_on(trainer, evaluation).metrics
+    rises = any(words.get(f"eval/{name}") == "better" for name in trained_rewards(config))
+    return {"eval/hacked": float(rises and words.get(f"eval/{config.eval.gold}") == "worse")}
 
 
 def conclude(trainer: Trainer, after: Evaluation) -> None:
@@ -65,16 +71,8 @@ def conclude(trainer: Trainer, after: Evaluation) -> None:
         gallery.cameras(cameras_before, means_by_camera(after.table), by_camera, state.finished)
         trainer.tracker.write_summary(
             {
-                "verdict": {
-                    "overall": verdict.overall,
-                    "in_words": verdict.in_words,
-                    "aspects": verdict.aspects,
-                    "metrics": verdict.metrics,
-                    "deciding": verdict.deciding,
-                    "worse_by_camera": worse,
-                    "best": best_files,
-                    "worst": worst_files,
-                },
+                "verdict": dataclasses.asdict(verdict)
+                | {"worse_by_camera": worse, "best": best_files, "worst": worst_files},
                 "before": state.before,
                 "after": with_intervals(after.metrics, changes),
                 **({"change_by_camera": by_camera} if by_camera else {}),

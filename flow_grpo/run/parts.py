@@ -124,8 +124,7 @@ def build_evaluator(config: Config, policy: Policy, held_out: Split, world: Worl
     if needed and not held_out.has_scene_file(needed):
         raise ValueError(
             f"eval.gold is {evaluation.gold!r}, which needs the tiny world: no held-out scene in {config.data.root} "
-            f"has a {needed}; pass --config.eval.gold= and judge "
-            "checkpoints with tools/evaluate.py --checkpoint"
+            f"has a {needed}; pass --config.eval.gold= and judge checkpoints with tools/evaluate.py --checkpoint"
         )
     first, beside = held_out.condition(0), {}
     if first.source_video is not None:  # a prompt has neither source nor true view
@@ -140,8 +139,6 @@ def build_fixed(config: Config, policy: Policy, train: Split, rewards: RewardSet
     count = min(config.eval.fixed_conditions, len(train))
     if not count:
         return None
-    settings = dataclasses.replace(
-        config.eval, num_conditions=count, guidance_scale=None, negative_prompt=None, videos=0
-    )
+    own = dataclasses.replace(config.eval, num_conditions=count, guidance_scale=None, negative_prompt=None, videos=0)
     sampling = dataclasses.replace(sampling_of(config), seed=key("fixed conditions"), record=False)
-    return Evaluator(policy, train, rewards, None, dataclasses.replace(config, eval=settings), world, sampling)
+    return Evaluator(policy, train, rewards, None, dataclasses.replace(config, eval=own), world, sampling)

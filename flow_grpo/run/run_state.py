@@ -150,19 +150,13 @@ class RunState:
         Raises:
             ValueError: the state is the run's own, and they differ.
         """
-        for knob in (knob for knob in now if knob in self.measured_on):
-            if self.measured_on[knob] == now[knob]:
-                continue
-            if own:
-                raise refusal(
-                    knob,
-                    now[knob],
-                    f"must be {self.measured_on[knob]!r}, as when this run's held-out metrics before training were "
-                    "measured, or they could not be compared with those after; go on with that, and measure otherwise "
-                    "with tools/evaluate.py --checkpoint",
-                )
+        others = [knob for knob in now if self.measured_on.get(knob, now[knob]) != now[knob]]
+        if others and own:
+            text = f"must be {self.measured_on[others[0]]!r}, as when this run's held-out metrics before training were "
+            text += "measured, or they could not be compared with those after; go on with that, and measure otherwise "
+            raise refusal(others[0], now[others[0]], f"{text}with tools/evaluate.py --checkpoint")
+        if others:
             self.before, self.table_before, self.floor, self.measured_on = None, None, {}, {}
-            return
 
     def _own(self, path: str, values: Tensor) -> Tensor:
         """Return this rank's part of a whole tensor under "trained", "moments" or "ema"."""

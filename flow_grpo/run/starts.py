@@ -59,9 +59,7 @@ def configuration(spec: str, overrides: Sequence[str] = ()) -> tuple[Config, lis
     A start that resumes takes the configuration of the checkpoint's run, with the overrides on top; only a new run that
     begins from another run's checkpoint may name another recipe, and then takes that recipe's.
 
-    Args:
-        spec: "FILE:RECIPE".
-        overrides: words of the command line, as for `load_config`.
+    `spec` is "FILE:RECIPE", the overrides are words of the command line, as for `load_config`.
 
     Raises:
         ConfigError: in one line, for anything that cannot work whatever the number of ranks.

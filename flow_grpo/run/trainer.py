@@ -26,9 +26,10 @@ from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.update.statistics import check_averaged
 from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.cost.forward_count import ForwardCount
+from flow_grpo.data.splits import Split
 from flow_grpo.judging import power
 from flow_grpo.judging.changes import as_metrics, paired_changes
-from flow_grpo.judging.evaluate import ConditionSource, Evaluation, Evaluator
+from flow_grpo.judging.evaluate import Evaluation, Evaluator
 from flow_grpo.judging.reward_signal import NoSignalError, Signal, measure_signal
 from flow_grpo.judging.stop_rules import BrokenPolicyError, broken, check_measured
 from flow_grpo.judging.table import means_by_camera
@@ -99,9 +100,9 @@ class Trainer:
         return compare.in_epoch(self.config.reward, self.state.finished)
 
     @property
-    def training_data(self) -> ConditionSource:
+    def training_data(self) -> Split:
         """The training conditions by index."""
-        return cast(ConditionSource, self.state.sampler.dataset)
+        return cast(Split, self.state.sampler.dataset)
 
     def run(self) -> int:
         """Train to the end, leave the other ranks, and return the exit code: 0, or 2 where training cannot go on.
@@ -281,13 +282,14 @@ class Trainer:
         Raises:
             BrokenPolicyError: on every rank, if a rule of `train.stop_if` holds.
         """
-        due = self._evaluation_is_due(self.state.finished)
-        evaluation = self.evaluate() if due else None
-        held_out = {} if evaluation is None else evaluation.metrics | alarm(self, evaluation)
-        self.progress.finish_epoch(self.metrics | held_out)
-        changes = {} if evaluation is None else self.changes(evaluation)
-        means = {name.replace("eval/", "eval_change/"): change.mean for name, change in changes.items()}
-        holding = broken(self.config.train.stop_if, self.metrics | held_out | means)
+        measured = dict(self.metrics)
+        if self._evaluation_is_due(self.state.finished):
+            evaluation = self.evaluate()
+            changes = self.changes(evaluation)
+            measured |= evaluation.metrics | alarm(self, evaluation)
+            measured |= {name.replace("eval/", "eval_change/"): change.mean for name, change in changes.items()}
+        self.progress.finish_epoch(measured)
+        holding = broken(self.config.train.stop_if, measured)
         # Times and memory differ between ranks, which must end together.
         self.state.broken = next(filter(None, self.world.all.gather_text(holding)), "")
         self._stop_if_broken()
@@ -306,19 +308,11 @@ class Trainer:
         if self._evaluated is None or self._evaluated[0] != step:
             self.ledger.book("time/log_s")
             evaluation = self.evaluator.run(self.weights())
-            signal = self._signal() | self._on_fixed_conditions()
-            seconds = {"time/evaluation_s": self.ledger.since()}
+            beside = self._signal() | self._on_fixed_conditions() | {"time/evaluation_s": self.ledger.since()}
             with self.world.sync_errors("logging"):
-                changes = as_metrics(self.changes(evaluation), list(evaluation.metrics))
-                self.tracker.log(
-                    evaluation.metrics
-                    | means_by_camera(evaluation.table)
-                    | changes
-                    | alarm(self, evaluation)
-                    | signal
-                    | seconds,
-                    step,
-                )
+                held_out = evaluation.metrics | means_by_camera(evaluation.table)
+                held_out |= as_metrics(self.changes(evaluation), list(evaluation.metrics)) | alarm(self, evaluation)
+                self.tracker.log(held_out | beside, step)
                 self.tracker.log_table("eval/presets", evaluation.presets, step)
                 self.gallery.evaluation(evaluation.clips, step, before=self.state.before is None)
             self._evaluated = step, evaluation
@@ -358,7 +352,7 @@ class Trainer:
                 self.evaluate()  # the previous run stopped in this evaluation, for example at a broken video
                 self.saver.forget()  # the checkpoint has no score yet
                 self.save()
-        check_measured(self.config.train.stop_if, [*self.state.before, *(["eval/hacked"] if rings(self) else [])])
+        check_measured(self.config.train.stop_if, [*self.state.before, *["eval/hacked"] * rings(self.config)])
         best = self.config.checkpoint.best
         if best and best.removeprefix("-") not in self.state.before:
             raise InputError(

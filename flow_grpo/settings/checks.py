@@ -150,9 +150,10 @@ def largest_weights(config: Config) -> dict[str, float]:
     return {name: max(weights[name] for weights in by_epoch) for name in config.reward.weights}
 
 
-def trained_rewards(config: Config) -> dict[str, float]:
-    """Return `largest_weights`, in which a reward that decides a gate counts with 1: it shapes what is learned."""
-    return largest_weights(config) | {holder: 1.0 for holder, _ in config.reward.gates.values()}
+def trained_rewards(config: Config) -> list[str]:
+    """Return the rewards that shape what is learned: those with a weight in any epoch, and those that decide a gate."""
+    holders = [holder for holder, _ in config.reward.gates.values()]
+    return [name for name, weight in largest_weights(config).items() if weight or name in holders]
 
 
 def _check_stochastic_steps(config: Config) -> None:

@@ -5,16 +5,9 @@ import math
 import pytest
 import torch
 
+from flow_grpo.judging import power
 from flow_grpo.judging.changes import LEAST_SCENES
-from flow_grpo.judging.power import (
-    POWER,
-    SAME_SCENE,
-    in_words,
-    least_visible,
-    measured_spreads,
-    scenes_needed,
-    usual_spreads,
-)
+from flow_grpo.judging.power import SAME_SCENE, least_visible, measured_spreads
 from flow_grpo.judging.table import Table
 from flow_grpo.maths.bootstrap import mean_interval
 from flow_grpo.settings.loading import load_config
@@ -31,42 +24,31 @@ def test_a_change_of_the_visible_size_is_seen_as_often_as_promised(scenes, by_sc
         of_scene = math.sqrt(SAME_SCENE) * torch.randn(scenes, 1, generator=random, dtype=torch.float64)
         own = math.sqrt(1 - SAME_SCENE) * torch.randn(scenes, by_scene, generator=random, dtype=torch.float64)
         seen += mean_interval((change + 0.5 * (of_scene + own)).flatten().tolist(), groups).low > 0
-    assert seen / 400 == pytest.approx(POWER, abs=0.06)
+    assert seen / 400 == pytest.approx(power.POWER, abs=0.06)
 
 
 @pytest.mark.parametrize("spread", [0.05, 0.4, 30.0])
 def test_as_many_scenes_are_needed_as_make_a_change_visible(spread):
-    needed = scenes_needed(0.05, spread)
+    needed = power.scenes_needed(0.05, spread)
     assert least_visible(spread, needed, needed) <= 1.01 * 0.05
     assert needed == LEAST_SCENES or least_visible(spread, needed - 3, needed - 3) > 0.05
 
 
 def test_spreads_are_those_of_the_metrics_that_decide():
     tiny = f"{ROOT}/config/grpo.py:tiny_recam"
-    assert list(usual_spreads(load_config(tiny, []))) == [
-        "eval/rot_err_deg",
-        "eval/trans_err_m",
-        "eval/residual",
-        "eval/target_view_displacement",
-        "eval/target_view_mismatch",
-    ]
+    assert power.usual_spreads(load_config(tiny, [])) == power.OF_GOLD | power.OF_TRUE_VIEW
     trained = ["--config.eval.gold=", "--config.reward.weights.target_view=1"]
-    assert usual_spreads(load_config(tiny, trained)) == {}
+    assert power.usual_spreads(load_config(tiny, trained)) == {}
     labels = ("s",) * 3, tuple("abc"), ("",) * 3
     columns = {"rot_err_deg": [1.0, 2.0, math.nan], "trans_err_m": [0.0, 0.0, 0.0], "sharpness": [1.0, 2.0, 3.0]}
     table = Table(*labels, {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()})
     found = measured_spreads(table, ["eval/rot_err_deg", "eval/trans_err_m", "eval/sharpness", "eval/x_m"])
-    wider = measured_spreads(scaled(table, 2.0), ["eval/rot_err_deg"])
+    table.values["rot_err_deg"] *= 2.0
+    wider = measured_spreads(table, ["eval/rot_err_deg"])
     assert list(found) == ["eval/rot_err_deg"] and found == pytest.approx(wider)  # shares of the mean
 
 
-def scaled(table: Table, factor: float) -> Table:
-    return Table(table.scenes, table.cameras, table.presets, {n: factor * c for n, c in table.values.items()})
-
-
-@pytest.mark.parametrize(
-    ("scenes", "text"), [(1, "10 conditions of 1 scenes give no interval"), (10, "10 scenes see with 80%")]
-)
+@pytest.mark.parametrize(("scenes", "text"), [(1, "of 1 scenes give no interval"), (10, "of 10 scenes see with 80%")])
 def test_it_is_said_in_words(scenes, text):
-    said = in_words({"eval/trans_err_m": 0.4}, 10, scenes)
+    said = power.in_words({"eval/trans_err_m": 0.4}, 10, scenes)
     assert text in said and "; 10% needs " in said and said.endswith(" conditions, each of a scene of its own")

@@ -51,15 +51,15 @@ DEMO = {  # change and half of its interval, value before
     "eval/residual": (0.0054, 0.0005, 0.0348),
     "eval/room_rot": (0.4, 0.1, -1.96),
 }
-WEIGHTS = {"room_rot": 1.0, "target_psnr": 1.0, "target_view": 0.0}
+TRAINED = ["room_rot", "target_psnr"]
 NAMES = [*REWARDS, "target_psnr"]
 
 
-def judged(wanted=DEMO, weights=WEIGHTS, twins=(), floors=None, **change):
+def judged(wanted=DEMO, twins=(), floors=None, **change):
     found = {name: Interval(mean, mean - half, mean + half, 160, 16) for name, (mean, half, _) in wanted.items()}
     found |= {f"eval/{name}": interval for name, interval in change.items()}
     before = {name: value for name, (*_, value) in wanted.items()}
-    return judge(found, NAMES, weights, before=before, twins=twins, floors=floors)
+    return judge(found, NAMES, TRAINED, before=before, floors=floors or {}, twins=twins)
 
 
 def test_a_better_camera_with_a_spoiled_picture_is_mixed_and_the_verdict_says_which():
@@ -103,11 +103,8 @@ def test_a_change_below_the_least_effect_is_unclear_however_narrow_its_interval(
 
 def test_better_is_claimed_only_where_camera_and_picture_are_judged():
     verdict = judged({name: DEMO[name] for name in ("eval/trans_err_m", "eval/room_rot")})
-    assert verdict.overall == "unclear"
-    assert (
-        verdict.in_words
-        == "unclear: camera better (trans_err_m 0.18 → 0.1); picture: not judged by an untrained measure"
-    )
+    said = "camera better (trans_err_m 0.18 → 0.1); picture: not judged by an untrained measure"
+    assert verdict.in_words == f"{verdict.overall}: {said}" and verdict.overall == "unclear"
     trained = judged({"eval/room_rot": DEMO["eval/room_rot"]})
     assert trained.in_words.startswith("unclear; camera: not judged by an independent estimator; picture: not judged")
 
@@ -116,13 +113,13 @@ def test_videos_without_a_camera_path_are_judged_by_the_rewards_that_were_not_tr
     changes = {"eval/sharpness": Interval(0.3, 0.2, 0.4, 16, 16), "eval/judge": Interval(0.5, 0.4, 0.6, 16, 16)}
     names, before = ["sharpness", "judge"], {"eval/sharpness": -3.0, "eval/judge": 1.0}
 
-    def verdict(weights: dict[str, float]) -> str:
-        return judge(changes, names, weights, before=before, filmed=False).in_words
+    def verdict(*trained: str) -> str:
+        return judge(changes, names, trained, before=before, floors={}, filmed=False).in_words
 
-    assert verdict({"judge": 1.0, "sharpness": 0.0}) == "better: other rewards better (sharpness -3 → -2.7)"
-    assert verdict({"judge": 1.0, "sharpness": 1.0}) == "unclear: all that is measured was trained"
+    assert verdict("judge") == "better: other rewards better (sharpness -3 → -2.7)"
+    assert verdict("judge", "sharpness") == "unclear: all that is measured was trained"
     changes["eval/sharpness_valid"] = Interval(0.0, 0.0, 0.0, 16, 16)
-    assert verdict({"judge": 1.0, "sharpness": 0.0}).startswith("better: other rewards better")
+    assert verdict("judge").startswith("better: other rewards better")
 
 
 def test_too_few_scenes_give_no_verdict_and_it_says_why():
@@ -132,10 +129,8 @@ def test_too_few_scenes_give_no_verdict_and_it_says_why():
 
 def test_five_scenes_that_all_got_a_little_better_are_not_enough():
     def table(errors: list[float]) -> Table:
-        rows = [
-            {"scene": str(n), "camera": "c", "preset": "", "values": {"trans_err_m": e}} for n, e in enumerate(errors)
-        ]
-        return Table.of_rows(rows)
+        values = {"trans_err_m": torch.tensor(errors, dtype=torch.float64)}
+        return Table(tuple("abcde"), ("camera",) * 5, ("",) * 5, values)
 
     before, after = table([0.2] * 5), table([0.195, 0.15, 0.08, 0.198, 0.17])
     change = paired_changes(before, after)["eval/trans_err_m"]
@@ -146,7 +141,7 @@ def test_five_scenes_that_all_got_a_little_better_are_not_enough():
 
 def test_a_reward_is_not_taken_for_another_whose_name_begins_alike():
     changes = {"eval/room_rot": change(0.3), "eval/room_rotation_deg": change(0.3)}
-    assert judge(changes, REWARDS, {"room_rot": 1.0}, before={}).overall == "worse"
+    assert judge(changes, REWARDS, ["room_rot"], before={}, floors={}).overall == "worse"
 
 
 def test_twins_are_found_by_their_values():
@@ -173,13 +168,16 @@ def test_what_got_worse_for_a_kind_of_camera_is_named_although_the_mean_got_bett
     }
     names = ["eval/rot_err_deg", "eval/trans_err_m", "eval/room_pose", "eval/motion"]
     rot, pose = "zoom_in rot_err_deg +0.7 [+0.3, +1.1]", "pan_left room_pose -0.2 [-0.3, -0.1]"
-    assert worse_by_camera(by_camera, names, REWARDS, {}) == [pose, rot]  # clearer: as large as its interval is wide
+    assert worse_by_camera(by_camera, names, REWARDS, {}, {}) == [
+        pose,
+        rot,
+    ]  # clearer: as large as its interval is wide
     before = {"eval_by_camera/zoom_in/rot_err_deg": 1.8, "eval_by_camera/pan_left/room_pose": -20.0}
-    assert worse_by_camera(by_camera, names, REWARDS, before) == [pose, rot]
-    assert worse_by_camera(by_camera, names, REWARDS, {"eval_by_camera/zoom_in/rot_err_deg": 50.0}) == [pose]
+    assert worse_by_camera(by_camera, names, REWARDS, before, {}) == [pose, rot]
+    assert worse_by_camera(by_camera, names, REWARDS, {"eval_by_camera/zoom_in/rot_err_deg": 50.0}, {}) == [pose]
     assert worse_by_camera(by_camera, names, REWARDS, before, {"eval/rot_err_deg": 8.0}) == [pose]
     by_camera["tilt_up"] = {"eval/trans_err_m": [0.1, 0.1, 0.1]}  # an interval without width is the clearest
-    assert worse_by_camera(by_camera, names, REWARDS, before)[0].startswith("tilt_up")
+    assert worse_by_camera(by_camera, names, REWARDS, before, {})[0].startswith("tilt_up")
 
 
 @pytest.mark.parametrize(("count", "last"), [(3, "c2"), (5, "2 more, see change_by_camera in summary.json")])

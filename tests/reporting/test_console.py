@@ -81,7 +81,7 @@ def test_a_terminal_shows_the_bars_of_the_epoch_with_all_its_rounds() -> None:
 def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     others = World.of(Group(1, 2))
     run(Progress(3, others), 1)
-    print_before_after({"eval/a": 1.0}, {"eval/a": 2.0}, {}, Path("x"), others)
+    print_before_after({"eval/a": 1.0}, {"eval/a": 2.0}, {}, Path("x"), others, floor={})
     assert capsys.readouterr() == ("", "")
 
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import time
+import types
 from pathlib import Path
 from unittest import mock
 
@@ -392,14 +393,10 @@ def test_fixed_conditions_are_recorded_beside_their_start_and_a_resumed_run_keep
         assert (resumed.state.fixed["brightness"] == now[0]) == kept
 
 
-@pytest.mark.parametrize(
-    ("split", "gold", "ends"), [("tune", True, True), ("report", True, False), ("tune", False, False)]
-)
-def test_a_reward_that_rises_while_the_gold_camera_gets_worse_ends_the_run(a_trainer, split, gold, ends):
-    trainer = a_trainer(eval=dataclasses.replace(a_config().eval, split=split, every=1))
-    trainer.evaluator.gold = mock.Mock() if gold else None
-    if gold:
-        trainer.evaluator.gold.name = "room_pose"
+@pytest.mark.parametrize(("split", "gold"), [("tune", "room_pose"), ("report", "room_pose"), ("tune", "")])
+def test_a_reward_that_rises_while_the_gold_camera_gets_worse_ends_the_run(a_trainer, split, gold):
+    trainer = a_trainer(eval=dataclasses.replace(a_config().eval, split=split, gold=gold, every=1))
+    trainer.evaluator.gold = types.SimpleNamespace(name=gold)
     columns = {"brightness": [0.5, 0.6, 0.5, 0.6, 0.55, 0.5], "room_pose": [-0.2, -0.21, -0.2, -0.22, -0.2, -0.21]}
     labels = tuple("abcdef"), ("c",) * 6, ("",) * 6
     before = Table(*labels, {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()})
@@ -407,6 +404,7 @@ def test_a_reward_that_rises_while_the_gold_camera_gets_worse_ends_the_run(a_tra
     trainer.state.table_before = before
     after = Table(*labels, {name: 1.2 * column for name, column in before.values.items()})
     trainer.state.finished, trainer._evaluated = 1, (1, Evaluation(after, []))
+    ends = split == "tune" and gold
     with pytest.raises(BrokenPolicyError, match="eval/hacked") if ends else contextlib.nullcontext():
         trainer.evaluate_if_due()
 
@@ -550,7 +548,7 @@ def test_weights_follow_their_schedule_and_so_they_do_when_resumed(a_trainer, tm
     monkeypatch.setattr(trainer.gallery, "training", lambda *_, weights, **__: shown.append(weights["brightness"]))
     with mock.patch.object(conclusion, "judge", wraps=conclusion.judge) as judged:
         run(trainer)
-    assert judged.call_args.args[2] == {"brightness": 1.0}  # the largest of any epoch
+    assert judged.call_args.args[2] == ["brightness"]  # has a weight in any epoch
     rows = metrics_of(tmp_path)
     # Copies of a group are shown in the order of the epoch's own weights.
     assert [row["reward/brightness_weight"] for row in rows] == shown == [1.0, 0.75, 0.5]

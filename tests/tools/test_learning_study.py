@@ -21,7 +21,7 @@ def places(tmp_path, monkeypatch):
     return tmp_path
 
 
-def leave_run(folder, *, errors: list[float]) -> None:
+def leave_run(folder, *, errors: list[float], verdict: str = "mixed") -> None:
     """Write what a finished run of two epochs leaves; `errors` are the measures before, between and after."""
     (folder / "starts").mkdir(parents=True)
     (folder / "config.json").write_text("{}")
@@ -36,6 +36,7 @@ def leave_run(folder, *, errors: list[float]) -> None:
     after = dict.fromkeys(MEASURES, errors[-1]) | {f"{name}_ci95": [-0.9, -0.1] for name in MEASURES}
     by_camera = {"pan_left": {name: [errors[-1] - errors[0], -0.3, 0.1] for name in MEASURES}}
     summary = {"before": dict.fromkeys(MEASURES, errors[0]), "after": after, "change_by_camera": by_camera}
+    summary |= {"verdict": {"overall": verdict, "in_words": ""}}
     (folder / "summary.json").write_text(json.dumps(summary))
 
 
@@ -82,9 +83,9 @@ def test_a_run_that_failed_leaves_no_record_and_an_unknown_variant_is_one_line(p
 def test_the_report_replaces_only_its_own_part_and_marks_what_is_certain(places, monkeypatch):
     monkeypatch.setattr(study, "BY_CAMERA", ("today",))
     study.RECORDS.mkdir()
-    for seed, end in ((0, 0.8), (1, 0.6)):
+    for seed, end, verdict in ((0, 0.8, "better"), (1, 0.6, "mixed"), (2, 0.6, "better")):
         folder = places / str(seed)
-        leave_run(folder, errors=[1.0, end])
+        leave_run(folder, errors=[1.0, end], verdict=verdict)
         record = {"variant": "today", "seed": seed} | study.outcome(read_run(folder))
         if seed == 0:
             record["before"].pop("eval/found_path_psnr_db")  # as in records of earlier versions
@@ -93,23 +94,11 @@ def test_the_report_replaces_only_its_own_part_and_marks_what_is_certain(places,
     assert study.main(["--report"]) == 0
     text = study.PAGE.read_text()
     assert text.startswith(f"above\n{study.BEGIN}\n") and text.endswith(f"{study.END}\nbelow\n") and "stale" not in text
-    assert "| the demo before this study | 0, 1 | better, mixed | **-0.300** (-0.200*, -0.400*) |" in text
-    assert "| **-0.3000** (-0.2000*, -0.4000*) |" in text and study.NOTE in text
+    assert (
+        "| the demo before this study | 0, 1, 2 | better ×2, mixed | **-0.333** (-0.200*, -0.400*, -0.400*) |" in text
+    )
+    assert "| **-0.3333** (-0.2000*, -0.4000*, -0.4000*) |" in text
     assert text.count("change of PSNR on the found path dB") == 1  # by camera, where both have it
     assert "| 1.0 | 1.5 |" in text
-    assert "| pan_left | **-0.300** (-0.200, -0.400) |" in text
+    assert "| pan_left | **-0.333** (-0.200, -0.400, -0.400) |" in text
     assert study.PLOT.stat().st_size > 10_000
-
-
-def test_verdicts_are_by_what_no_reward_trained_and_by_the_floor_where_there_is_one():
-    names = ("eval/trans_err_m", "eval/residual", "eval/target_psnr", "eval/target_view_psnr_db")
-    before = dict(zip(names, (0.2, 0.03, 20.0, 20.0), strict=True))
-
-    def run(residual: float) -> dict:
-        changes = dict(zip(before, (-0.1, residual, -1.0, -1.0), strict=True))
-        after = {name: before[name] + change for name, change in changes.items()}
-        return {"before": before, "after": after | {f"{name}_ci95": [c, c] for name, c in changes.items()}}
-
-    better, worse = run(-0.003), run(0.001)
-    assert study.verdicts("demo", [better, worse, better]) == "better ×2, mixed"
-    assert study.verdicts("demo", [worse | {"floor": {"eval_floor/residual": 0.03}}]) == "better"

@@ -15,14 +15,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script 
 
 import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from flow_grpo.data.video_io import read_video
 from flow_grpo.reporting import video_index
 from flow_grpo.reporting.clips import BASE, NOW, SOURCE, TRUE
-from flow_grpo.reporting.drawing.style import styled
+from flow_grpo.reporting.drawing.style import new_figure, styled
 from tools.common import make_parser
 
 Line = Mapping[str, Any]
@@ -68,8 +66,7 @@ def draw(runs: Sequence[Path], titles: Sequence[str], out: Path, rows: int, fram
     chosen = strips(runs, rows, frames)
     columns = ("source", "before training", *titles, "true view")
     shown = (0, frames // 2, frames - 1)
-    figure = Figure(figsize=(3.5 * len(columns), 1.05 * len(chosen) + 0.5), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(figsize=(3.5 * len(columns), 1.05 * len(chosen) + 0.5), dpi=110, layout="constrained")
     groups = figure.subfigures(1, len(columns), wspace=0.02)
     for column, (group, title) in enumerate(zip(groups, columns, strict=True)):
         group.suptitle(title, fontsize=12)

@@ -37,16 +37,8 @@ VIDEOS, CAMERAS, RECORD = "videos", "cameras.json", "recipe.json"
 def make_videos(config: Config, adapter: Path | None, out: Path, focal_px: float | None = None) -> tuple[Path, Path]:
     """Generate a recipe's held-out conditions with the run's evaluation settings, noise included.
 
-    Videos of an earlier, interrupted call are kept.
-
-    Args:
-        config: the recipe.
-        adapter: adapter folder of a run; None for the base model.
-        out: folder of the evaluation.
-        focal_px: for scenes whose folder name has no focal length.
-
-    Returns:
-        The folder of videos and the camera file.
+    Videos of an earlier, interrupted call are kept. Without an adapter the base model makes them; `focal_px` is for
+    scenes whose folder name has no focal length. Returned are the folder of videos and the camera file.
 
     Raises:
         ValueError: a recipe of prompts, missing model, data or adapter, no focal length, or `out` holds videos made

@@ -53,7 +53,7 @@ GROUPS = (CAMERA, PICTURE, AGREEMENT, TRAINED, "other measurements")
 
 
 def rewards(run: Run) -> list[str]:
-    return [name for name, weight in trained_rewards(run.config).items() if weight]
+    return trained_rewards(run.config)
 
 
 def direction(run: Run, name: str) -> int:
@@ -169,9 +169,8 @@ def _change(run: Run, name: str, first: int, last: int) -> Change:
     ]
     if run.summary:
         before, after = _value(run.summary.before.get(name)), _value(run.summary.after.get(name))
-        interval = run.summary.after.get(f"{name}_ci95")
-        pair = interval if isinstance(interval, list) and len(interval) == 2 else [math.nan, math.nan]
-        ends = [ends[0] if math.isfinite(ends[0]) else after - before, *pair]
+        interval = run.summary.after.get(f"{name}_ci95") or [math.nan, math.nan]
+        ends = [ends[0] if math.isfinite(ends[0]) else after - before, *interval]
     elif _began_elsewhere(run):
         before = after - ends[0]
     elif first == last:

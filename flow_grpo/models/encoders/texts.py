@@ -21,14 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class TextEncoder(FrozenEncoder):
-    """Prompts to embeddings.
-
-    Args:
-        open_network: as for `FrozenEncoder`.
-        open_tokenizer: loads the tokenizer, at first use as well.
-        identity: as for `FrozenEncoder`, of both.
-        **settings: width, device and offload of `FrozenEncoder`.
-    """
+    """Prompts to embeddings; the tokenizer is opened at first use, too, and part of the `identity`."""
 
     def __init__(
         self,

@@ -36,12 +36,7 @@ def draw_cameras(
 ) -> None:
     """Write a PNG with one panel per metric: a pair of bars for each kind of camera, with the change's interval.
 
-    Args:
-        means: `eval_by_camera/<camera>/<name>` -> mean, before training and after it.
-        changes: intervals at the bars of "after".
-        names: `eval/` names to draw.
-        path: PNG file, replaced atomically.
-        direction: as in `plots`.
+    `means` are by `eval_by_camera/<camera>/<name>`, before training and after it, `names` those to draw, `eval/...`.
     """
     cameras = sorted({name.split("/")[1] for name in means[1] if name.startswith(_PREFIX)})
     figure = new_figure(figsize=(3.9 * len(names) + 1.2, 0.42 * len(cameras) + 1.5), dpi=110, layout="constrained")
@@ -62,11 +57,7 @@ def draw_bars(
 ) -> None:
     """Draw a pair of bars for each kind of camera, from top to bottom.
 
-    Args:
-        axes: matplotlib's.
-        cameras: kinds.
-        values: (before training, after it) of each.
-        changes: [mean, low, high] of each one's change, or None.
+    `values` are (before training, after it) of each, `changes` [mean, low, high] of each one's change, or None.
     """
     places = np.arange(len(cameras))
     before, after = zip(*values, strict=True)

@@ -57,12 +57,7 @@ def scored_frames(frames: int) -> list[int]:
 
 @torch.no_grad()
 def estimate_path(videos: Tensor, viewpoints: Viewpoints) -> RoomPoses:
-    """Return where every frame was filmed from.
-
-    Args:
-        videos: (B, 3, F, h, w) in [0, 1], the frames to locate.
-        viewpoints: B of them, of the room and the reference camera of each video.
-    """
+    """Return where the F frames of videos (B, 3, F, h, w), in [0, 1], were filmed from, by B viewpoints."""
     images = rearrange(videos, "b c t h w -> (b t) c h w").float()
     by_frame = viewpoints.take(torch.arange(len(videos)).repeat_interleave(videos.shape[2]))
     coarse, fine = (make_view(by_frame, images, columns) for columns in COLUMNS)
@@ -74,10 +69,7 @@ def estimate_path(videos: Tensor, viewpoints: Viewpoints) -> RoomPoses:
 class PathEstimator:
     """Locates the frames of a batch once for the rewards that share it.
 
-    What is measured and kept does not depend on the commands.
-
-    Args:
-        data_root: dataset folder, whose scenes hold `room.json`.
+    What is measured and kept does not depend on the commands. The scenes of the data set hold `room.json`.
     """
 
     def __init__(self, data_root: Path) -> None:

@@ -64,18 +64,11 @@ def initial_poses() -> Tensor:
 def estimate_poses(videos: Tensor, viewpoints: Viewpoints) -> RoomPoses:
     """Return the camera pose of every frame, found from its own colours.
 
-    A frame that shows another place still gets a pose, with a large residual.
-
-    Args:
-        videos: (B, 3, T, h, w) in [0, 1].
-        viewpoints: B of them, of the room and the reference camera of each video.
-
-    Raises:
-        ValueError: the numbers of videos and viewpoints differ.
+    A frame that shows another place still gets a pose, with a large residual. Of each of the videos (B, 3, T, h, w),
+    in [0, 1], a viewpoint has the room and the reference camera.
     """
     batch, frames = videos.shape[0], videos.shape[2]
-    if len(viewpoints) != batch:
-        raise ValueError(f"{batch} videos need as many viewpoints, got {len(viewpoints)}")
+    assert len(viewpoints) == batch, "a viewpoint for every video"
     images = rearrange(videos, "b c t h w -> (b t) c h w").float()
     by_frame = viewpoints.take(torch.arange(batch).repeat_interleave(frames))
     coarse, middle, fine = (make_view(by_frame, images, columns) for columns in COLUMNS)
