@@ -70,6 +70,7 @@ TODAY: dict[str, Any] = {
     "sample.share_prefix": False,
     "reward.weights": "target_view=1,target_psnr=1",
     "train.copies": 0,
+    "train.batch_size": 16,
     "train.step_weight": "none",
     "train.learning_rate": 5e-4,
     "train.ema_decay": 0.9,
@@ -79,7 +80,9 @@ SHARED = TODAY | {"sample.same_initial_noise": True}
 PATH = SHARED | {"reward.weights": "room_rot=1,room_trans=1,target_psnr=1"}
 ONE_STEP = PATH | {"sample.sde_window": 1, "sample.sde_steps": "0,1,2,3,4,5", "train.step_weight": "inverse_gain"}
 PREFIX_AND_TAIL = ONE_STEP | {"sample.share_prefix": True, "sample.tail_steps": 3}
-SUBSET = PREFIX_AND_TAIL | {"train.copies": 4}
+# Since the records of these rows a shared prefix includes the trained step: they are repeated without, for more F.
+BY_COPIES = {"sample.share_prefix": False, "train.copies": 4, "train.batch_size": 16}
+SUBSET = PREFIX_AND_TAIL | BY_COPIES
 FORWARD = PATH | {
     "sample.sde": "ode",
     "sample.same_initial_noise": False,
@@ -121,10 +124,18 @@ VARIANTS = {
     "one_step": Variant("+ one stochastic step", "tiny_recam", ONE_STEP),
     "prefix_and_tail": Variant("+ shared prefix, short tail", "tiny_recam", PREFIX_AND_TAIL),
     "subset": Variant("+ best 2 and worst 2 of 8 trained", "tiny_recam", SUBSET),
-    "demo": Variant("the demo: these, 130 updates at 4e-4, averaged over 20", "tiny_recam", {}),
+    "demo_by_copies": Variant("these, 130 updates at 4e-4, averaged over 20: the demo before", "tiny_recam", BY_COPIES),
+    "demo": Variant("the demo: the trained step once a group, all 8 copies", "tiny_recam", {}),
+    "demo_longer": Variant("the demo for as many F as before, 200 updates", "tiny_recam", {"num_epochs": 200}),
     "forward": Variant("camera rewards, forward objective, best 2 and worst 2", "tiny_recam", FORWARD),
     "twin_today": Variant("my_recam_8npu_tiny, sampler and rate before this study", "my_recam_8npu_tiny", TWIN_TODAY),
-    "twin": Variant("my_recam_8npu_tiny", "my_recam_8npu_tiny", TWIN),
+    "twin_by_copies": Variant(
+        "my_recam_8npu_tiny, a row for every copy", "my_recam_8npu_tiny", TWIN | {"sample.share_prefix": False}
+    ),
+    "twin": Variant("my_recam_8npu_tiny, the trained step once a group", "my_recam_8npu_tiny", TWIN),
+    "twin_longer": Variant(
+        "the same for as many F as before, 580 updates", "my_recam_8npu_tiny", TWIN | {"num_epochs": 580}
+    ),
 }
 
 
