@@ -7,7 +7,8 @@ For every reward: its spread inside groups with each copy's own initial noise an
 share (how much of the variance recorded noise caused), and the spread over the reward's noise floor. For every
 stochastic step its noise and gain; and the root mean square of the log-ratio that one update at the recipe's rate
 makes, in units of train.clip_range. With --tails 2 3 5 it also compares these values of sample.tail_steps with all of
-the schedule's steps: the rewards of otherwise equal samples, and whether they rank the copies alike.
+the schedule's steps: the rewards of otherwise equal samples, and whether they rank the copies alike, group by group
+(flow_grpo.maths.certificate.py), beside controls: all steps, with noise on the final latents.
 Nothing is kept. With --json the last line of stdout is one JSON object.
 Exit code: 0, or 2 for a setting that cannot work.
 """
@@ -30,6 +31,7 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 import torch
 from torch import Tensor
 
+from flow_grpo.maths.certificate import certify
 from flow_grpo.judging.reward_signal import measure_signal, sample_group
 from flow_grpo.maths.schedule import tail_levels
 from flow_grpo.preflight.doctor.epoch import log_ratio_of_one_update
@@ -41,6 +43,8 @@ from flow_grpo.runtime.processes import start_program
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.start_up import refuse, set_up_rank
 from tools.common import make_parser, markdown_table
+
+NOISES = (0.03, 0.06, 0.1)  # of the controls: shares of the final latents' standard deviation
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -84,38 +88,33 @@ def measure(trainer: Trainer, groups: int) -> dict[str, Any]:
 def compare_tails(trainer: Trainer, groups: int, tails: Sequence[int]) -> list[dict[str, Any]]:
     """Return rewards of the same samples finished by tails of several lengths; collective call.
 
-    One entry per reward and tail: its mean over `groups` groups a rank, that with all steps of the schedule, and the
-    correlation of the two inside groups, NaN where a group's rewards are all equal.
+    One entry per reward and way: its mean over `groups` groups a rank, that with all steps of the schedule, and how far
+    the two rank copies alike.
     """
     collector, data, world = trainer.collector, trainer.training_data, trainer.world
-    sample = collector.config.sample
-    found: dict[int, dict[str, Tensor]] = {}
-    for tail in dict.fromkeys((0, *tails)) if tails else ():
+    sample, floors = collector.config.sample, collector.rewards.floors
+    found: dict[tuple[int, float], dict[str, Tensor]] = {}
+    for tail, noise in ((0, 0.0), *((tail, 0.0) for tail in tails), *((0, noise) for noise in NOISES)) if tails else ():
         levels = tail_levels(sample.num_steps, sample.shift, tail) if tail else None
         sampling = dataclasses.replace(collector.sampling, tails=levels, record=False)
         first = world.data.rank * groups
-        parts = [sample_group(collector, data, sampling, gid) for gid in range(first, first + groups)]
-        found[tail] = {name: world.data.all_gather(torch.stack([one[name] for one in parts])) for name in parts[0]}
+        parts = [sample_group(collector, data, sampling, gid, noise) for gid in range(first, first + groups)]
+        own = {name: world.data.all_gather(torch.stack([one[name] for one in parts])) for name in parts[0]}
+        found[tail, noise] = own
     return [
         {
             "reward": name,
             "tail_steps": tail,
+            "noise": noise,
             "mean": float(values.nanmean()),
-            "mean_of_all_steps": float(found[0][name].nanmean()),
-            "correlation": correlation_inside(values, found[0][name]),
+            "mean_of_all_steps": float(found[0, 0.0][name].nanmean()),
+            **dataclasses.asdict(certificate := certify(values, found[0, 0.0][name], floors[name])),
+            "holds": certificate.holds,
         }
-        for tail, rewards in found.items()
-        if tail
+        for (tail, noise), rewards in found.items()
+        if tail or noise
         for name, values in rewards.items()
     ]
-
-
-def correlation_inside(one: Tensor, other: Tensor) -> float:
-    """Return the correlation of two (groups, k) tensors without their groups' means, over copies finite in both."""
-    both = one.isfinite() & other.isfinite()
-    one, other = one.where(both, torch.nan), other.where(both, torch.nan)
-    one, other = ((values - values.nanmean(1, keepdim=True))[both] for values in (one, other))
-    return float((one * other).sum() / (one.norm() * other.norm()))
 
 
 def show(found: dict[str, Any], asked: argparse.Namespace) -> None:
@@ -135,9 +134,17 @@ def show(found: dict[str, Any], asked: argparse.Namespace) -> None:
         moved = found["log_ratio_over_clip_range"]
         print(f"\none update moves the log-ratio by {moved:.2g} x train.clip_range (root mean square)")
     if found["tails"]:
-        head = ["reward", "tail steps", "mean", "mean with all steps", "correlation inside groups"]
+        head = ["reward", "tail", "mean", "with all steps", "correlation in a group", "5 % bound"]
+        head += ["best and worst found", "groups", "holds"]
         rows = [
-            [row["reward"], str(row["tail_steps"]), *cells(row, ".4g", "mean", "mean_of_all_steps", "correlation")]
+            [
+                row["reward"],
+                str(row["tail_steps"] or f"all, noise {row['noise']:g}"),
+                *cells(row, ".4g", "mean", "mean_of_all_steps"),
+                *cells(row, ".3f", "correlation", "low", "ends"),
+                str(row["groups"]),
+                "yes" if row["holds"] else "no",
+            ]
             for row in found["tails"]
         ]
         print("\n" + "\n".join(markdown_table(head, rows)))

@@ -18,7 +18,7 @@ from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.rollout.scoring import decode, share_results
 from flow_grpo.data.splits import Split
 from flow_grpo.judging.evaluate import sample
-from flow_grpo.maths.keys import key
+from flow_grpo.maths.keys import generator, key
 from flow_grpo.records import RewardResult
 from flow_grpo.settings.errors import RunStoppedError
 from flow_grpo.settings.sampling import Sampling
@@ -125,8 +125,13 @@ def measure_signal(
     return Signal(spreads, weights, recipe_shares)
 
 
-def sample_group(collector: Collector, dataset: Split, sampling: Sampling, gid: int) -> dict[str, Tensor]:
-    """Return reward name -> (k,) fp64 values of one condition's copies, NaN where not valid (collective call)."""
+def sample_group(
+    collector: Collector, dataset: Split, sampling: Sampling, gid: int, noise: float = 0.0
+) -> dict[str, Tensor]:
+    """Return reward name -> (k,) fp64 values of one condition's copies, NaN where not valid (collective call).
+
+    `noise` is added to the final latents, as a share of their standard deviation.
+    """
     policy, rewards, world = collector.policy, collector.rewards, collector.world
     copies, most = range(collector.config.sample.k), collector.config.sample.train_batch_size
     scored: list[dict[str, RewardResult]] = []
@@ -134,6 +139,9 @@ def sample_group(collector: Collector, dataset: Split, sampling: Sampling, gid: 
         slots = copies[first : first + most]
         loading = (dataset.condition(gid % len(dataset), gid, slot) for slot in slots)
         conditions, latents = sample(policy, loading, sampling, world, "measuring the signal")
+        if noise:
+            draw = torch.randn(latents.shape, generator=generator("control", gid, first)).to(latents)
+            latents = latents + noise * latents.std() * draw
         with world.sync_errors("measuring the signal"):
             rows = world.dealt_rows(number, len(slots))
             own = conditions[rows]

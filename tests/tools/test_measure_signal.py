@@ -3,26 +3,29 @@
 import json
 from unittest import mock
 
-import pytest
 import torch
 
+from flow_grpo.maths.certificate import certify
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import Group, World
 from tests.command import command
 from tools import measure_signal
 
 
-def test_the_tool_prints_spreads_steps_and_what_a_short_tail_changes(one_batch, capsys) -> None:
+def test_the_tool_prints_spreads_steps_and_what_a_short_tail_changes(one_batch, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(measure_signal, "certify", lambda values, exact, _: certify(values, exact))  # hardly a spread
     knobs = one_batch | {"reward.weights": "target_psnr=1", "train.copies": 0}
     assert measure_signal.main(command(knobs, "--groups", "2", "--tails", "1", "8", "--json")) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert 0 < found["rewards"]["target_psnr"]["shared"] < 10
     assert [step["step"] for step in found["steps"]] == [0, 1, 2, 3, 4, 5]
-    one, eight = found["tails"]
+    one, eight, *controls = found["tails"]
     assert (one["tail_steps"], eight["tail_steps"]) == (1, 8)
     assert one["mean_of_all_steps"] == eight["mean_of_all_steps"]
     assert abs(eight["mean"] - eight["mean_of_all_steps"]) < abs(one["mean"] - one["mean_of_all_steps"])
-    assert eight["correlation"] > 0.9
+    assert eight["correlation"] > 0.9 and eight["groups"] == 2 and not eight["holds"]  # of 24
+    assert [row["noise"] for row in controls] == [0.03, 0.06, 0.1]
+    assert controls[0]["correlation"] > controls[2]["correlation"]
 
 
 def test_what_cannot_be_built_is_one_line_on_several_ranks_too(monkeypatch, capsys) -> None:
@@ -34,12 +37,3 @@ def test_what_cannot_be_built_is_one_line_on_several_ranks_too(monkeypatch, caps
     assert measure_signal.main(command({})) == 2
     assert capsys.readouterr().err == "error: model.path 'nowhere' does not exist\n"
     assert not watched.heartbeat.fail.called
-
-
-def test_the_correlation_is_that_inside_groups_over_copies_with_both_values() -> None:
-    inside = torch.tensor([[1.0, 2.0, 3.0], [4.0, 2.0, torch.nan]], dtype=torch.float64)
-    assert measure_signal.correlation_inside(inside, 2 * inside + torch.tensor([[5.0], [90.0]])) == pytest.approx(1)
-    assert measure_signal.correlation_inside(inside, -inside) == pytest.approx(-1)
-    other = torch.tensor([[1.0, 3.0, 2.0], [torch.nan, 5.0, 1.0]], dtype=torch.float64)
-    first = torch.tensor([-1.0, 0.0, 1.0]), torch.tensor([-1.0, 1.0, 0.0])  # the second group has one copy left
-    assert measure_signal.correlation_inside(inside, other) == pytest.approx(float(first[0] @ first[1] / 2))
