@@ -25,7 +25,7 @@ class Certificate:
 
     correlation: float  # Pearson's inside a group, mean over the groups
     low: float  # its 5 % bound, by bootstrap over the groups
-    ends: float  # share of the groups' best and worst copies that the other way finds again
+    ends: float  # share of the groups' best and worst copies that the other way finds again, or others as good
     groups: int  # in which the exact reward ranges over more than its floor
 
     @property
@@ -37,8 +37,8 @@ class Certificate:
 def certify(values: Tensor, exact: Tensor, floor: float = 0.0) -> Certificate:
     """Return how (groups, k) rewards of the cheaper way agree with those of the exact one.
 
-    Copies without a value in either are left out, as are groups whose exact rewards range over no more than `floor`:
-    they are flat and teach nothing.
+    Copies without a value in either are left out. `floor` is the difference that is measuring noise: groups whose exact
+    rewards range over no more are flat, teach nothing and are left out, and copies within it are as good as each other.
     """
     correlations, ends = [], []
     for own, true in zip(values, exact, strict=True):
@@ -49,6 +49,7 @@ def certify(values: Tensor, exact: Tensor, floor: float = 0.0) -> Certificate:
         one, other = own - own.mean(), true - true.mean()
         norm = float(one.norm() * other.norm())
         correlations.append(float(one @ other) / norm if norm else 0.0)
-        ends += [float(own.argmax() == true.argmax()), float(own.argmin() == true.argmin())]
+        best, worst = true[own.argmax()] >= true.max() - floor, true[own.argmin()] <= true.min() + floor
+        ends += [float(best), float(worst)]
     found = mean_interval(correlations, range(len(correlations)), level=0.9)
     return Certificate(found.mean, found.low, math.fsum(ends) / max(1, len(ends)), len(correlations))
