@@ -90,7 +90,7 @@ def test_every_layout_trains_on_2_ranks_to_the_weights_of_one(knobs, tmp_path):
     for layout in layouts:
         given = words(knobs, tmp_path / layout, sample__layout=layout, **prefix, **half)
         assert run_ranks(_train, 2, given) == [0, 0]
-    sharded = words(knobs, tmp_path / "fsdp2", train__sharding="fsdp2", sample__same_initial_noise=True, **half)
+    sharded = words(knobs, tmp_path / "fsdp2", train__sharding="fsdp2", **prefix, **half)
     assert run_ranks(_train, 2, sharded) == [0, 0]
     alone = words(knobs, tmp_path / "alone", num_epochs=1, sample__layout="spread", **prefix)
     assert train_grpo.main(alone) == 0

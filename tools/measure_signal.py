@@ -8,7 +8,7 @@ share (how much of the variance recorded noise caused), and the spread over the 
 stochastic step its noise and gain; and the root mean square of the log-ratio that one update at the recipe's rate
 makes, in units of train.clip_range. With --tails 2 3 5 it also compares these values of sample.tail_steps with all of
 the schedule's steps: the rewards of otherwise equal samples, and whether they rank the copies alike, group by group
-(flow_grpo.maths.certificate.py), beside controls: all steps, with noise on the final latents.
+(flow_grpo/maths/certificate.py), beside controls: all steps, with noise on the final latents.
 Nothing is kept. With --json the last line of stdout is one JSON object.
 Exit code: 0, or 2 for a setting that cannot work.
 """

@@ -64,7 +64,7 @@ class Plan:
     sent_gradients_gib: float  # by a rank in an epoch, like the three that follow
     sent_weights_gib: float  # sharded ones
     sent_tokens_gib: float  # between ranks that share samples
-    sent_prefixes_gib: float  # shared ones, and steps
+    sent_prefixes_gib: float  # shared ones, the velocities behind them, and draws
     host_gib: float  # CPU memory: offloaded trajectories and frozen networks, and videos
 
     @property
@@ -193,7 +193,9 @@ def rollout_steps(config: Config) -> float:
     blocks = sampling_of(config).blocks
     until = 1 + sum(block[0] for block in blocks) / len(blocks)  # the window's first step included
     tail = sample.tail_steps or sample.num_steps - 1 - sum(block[-1] for block in blocks) / len(blocks)
-    return until / (sample.k if sample.share_prefix else 1) + window_length(config) - 1 + tail
+    if sample.share_prefix:
+        until *= math.ceil(sample.expanded_batch_size / sample.k) / sample.expanded_batch_size
+    return until + window_length(config) - 1 + tail
 
 
 def rollout_calls(config: Config) -> int:
@@ -222,10 +224,10 @@ def _sent(
     weights = (counted.parameters - counted.trained) * DTYPES[model.dtype].itemsize + 4.0 * counted.trained
     gathers = calls + replays * (2 + extra) if train.sharding == "fsdp2" else 0.0
     # Of a group, the ranks that have another of its copies get its latents before the window and the velocity there,
-    # and its rank the later states of those copies.
-    others = min(sample.k, devices // train.context_parallel) - 1
-    later = (window_length(config) - 1) * trains_groups(config)
-    shared = (2 + later) * sample.share_prefix * (sample.layout != "contiguous")
+    # and its rank the draws of those copies.
+    ranks = min(sample.k, devices // train.context_parallel) if sample.layout != "contiguous" else 1
+    draws = window_length(config) * trains_groups(config) * sample.k * (1 - 1 / ranks)
+    shared = (2 * (ranks - 1) + draws) * sample.share_prefix
     return {
         "sent_gradients_gib": gradient_bytes(
             train.sharding, counted.trained, devices, passes=replays, steps=train.updates_per_epoch
@@ -234,7 +236,7 @@ def _sent(
         "sent_tokens_gib": tokens_sent(
             config, _transformer(model), counted.tokens, video_model(model.kind).videos, rows, again
         ),
-        "sent_prefixes_gib": 4.0 * math.prod(latents) * others * sample.expanded_batch_size / sample.k * shared,
+        "sent_prefixes_gib": 4.0 * math.prod(latents) * shared * sample.expanded_batch_size / sample.k,
     }
 
 

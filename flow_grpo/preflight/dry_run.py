@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flow_grpo.algorithm import debug_print
 from flow_grpo.algorithm.rollout.denoise import rollout
-from flow_grpo.algorithm.rollout.shared_step import shared_steps
 from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.algorithm.update.objective import build_objective
 from flow_grpo.algorithm.update.updater import Updater
@@ -22,11 +21,11 @@ from flow_grpo.cost.choose_recomputation import ASSUMED_GIB, choose_recomputatio
 from flow_grpo.cost.plan import largest_size
 from flow_grpo.cost.savings import report
 from flow_grpo.models.fake_policy import FakePolicy
-from flow_grpo.records import Condition, RewardResult, Samples, ScoredBatch, TrainingBatch
+from flow_grpo.records import Condition, RewardResult, Samples, ScoredBatch, TrainingBatch, Trajectory
 from flow_grpo.run import parts
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.process_group import World
-from flow_grpo.settings.objectives import trained_rows
+from flow_grpo.settings.objectives import trained_rows, trains_groups
 from flow_grpo.settings.sampling import sampling_of
 from flow_grpo.settings.schema import Config
 
@@ -70,9 +69,11 @@ def epoch_tensors(config: Config, size: tuple[int, int, int], world_size: int) -
     batch = _rolled_out(policy, config, size, found)
     batches = config.sample.num_batches_per_epoch
     samples = Samples.concatenate([batch.samples] * batches)
-    trained = samples
-    if batch.groups is not None:
-        trained = batch.groups.rows(torch.arange(trained_rows(config)) % len(batch.groups))
+    trained, recorded, k = samples, samples.trajectory, config.sample.k
+    if trains_groups(config):
+        states = torch.cat([recorded.states[:, :1], recorded.states[:, 1:].repeat(1, k, 1, 1, 1, 1)], dim=1)
+        grouped = Trajectory(states, recorded.log_probs.repeat(1, k), recorded.steps)
+        trained = dataclasses.replace(samples, trajectory=grouped, copies=k).rows(slice(0, trained_rows(config)))
     epoch = dataclasses.replace(batch, conditions=batch.conditions * batches, samples=samples)
     views = debug_print.batch_view(epoch, sampling_of(config).sigmas, config.reward.weights)
     found |= {("epoch", name): value for name, value in views.items() if isinstance(value, Tensor)}
@@ -97,29 +98,7 @@ def _rolled_out(policy: FakePolicy, config: Config, size: tuple[int, int, int], 
     conditioning = policy.encode(conditions)
     sampling = sampling_of(config)
     windows = sampling.windows(condition.gid for condition in conditions)
-    groups = known = None
-    if config.sample.share_prefix:
-        gids, sample = [[condition.gid for condition in conditions]], config.sample
-        shared, records = shared_steps(
-            policy,
-            [(conditions, conditioning)],
-            gids,
-            sampling,
-            k=sample.k,
-            rows=sample.train_batch_size,
-            group=World().data,
-            sync_errors=contextlib.nullcontext,
-        )
-        known = torch.stack([shared[condition.gid] for condition in conditions])
-        groups = next(iter(records), None)
-        if groups is not None:  # as if the copies had taken the later steps of their window
-            draws = [slot for slot in range(sample.k) for _ in windows[0]]
-            states = groups.trajectory.states[:, [0, *(1 + draw for draw in draws)]]
-            trajectory = dataclasses.replace(
-                groups.trajectory, states=states, log_probs=groups.trajectory.log_probs[:, draws]
-            )
-            groups = dataclasses.replace(groups, trajectory=trajectory)
-    samples = rollout(policy, conditions, conditioning, windows, sampling, known)
+    samples = rollout(policy, conditions, conditioning, windows, sampling)
     videos = policy.decode(samples.final_latents)
     if conditions[0].source_video is not None:
         found["data", "source_video"] = conditions[0].source_video
@@ -127,8 +106,7 @@ def _rolled_out(policy: FakePolicy, config: Config, size: tuple[int, int, int], 
     found |= {("rollout", name): tensor for name, tensor in samples.trajectory.tensors().items()}
     found |= {("rollout", "final_latents"): samples.final_latents, ("decode", "videos"): videos}
     reward = RewardResult(torch.ones(rows), torch.ones(rows, dtype=torch.bool), ("",) * rows)
-    rewards = dict.fromkeys(config.reward.weights, reward)
-    return ScoredBatch(conditions, samples, rewards, videos, torch.arange(rows), groups)
+    return ScoredBatch(conditions, samples, dict.fromkeys(config.reward.weights, reward), videos, torch.arange(rows))
 
 
 def _update(policy: FakePolicy, config: Config, samples: Samples, found: Tensors) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.subset import narrow
-from flow_grpo.algorithm.rollout.shared_step import filled_up
+from flow_grpo.algorithm.rollout.shared_step import dealt
 from flow_grpo.algorithm.update.objective import GrpoObjective, OldPolicy
 from flow_grpo.records import Samples, ScoredBatch
 from flow_grpo.runtime.clock import Clock
@@ -47,8 +47,9 @@ def test_fewer_groups_than_ranks_leave_some_a_group_of_another_s_without_weight(
     held = [[0, 1], [0, 1], [0, 1], [0, 1]]
     found = even_owners(held)
     assert Counter(found.values()).most_common() == [(found[0], 1), (found[1], 1)]
-    share = [[gid for gid, owner in found.items() if owner == rank] for rank in range(4)]
-    assert [len(filled_up(mine, own, 1)) for mine, own in zip(share, held, strict=True)] == [1] * 4
+    owner, share = dealt(held)
+    assert owner == found and [len(own) for own in share] == [1] * 4
+    assert all(gid in share[rank] for gid, rank in owner.items())
 
 
 def test_there_is_no_even_choice_where_one_rank_alone_holds_more_than_its_share():

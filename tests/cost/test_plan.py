@@ -66,11 +66,11 @@ def test_shared_steps_a_single_one_and_a_short_tail_are_counted(capsys):
     latent = (
         4 * 16 * 21 * 60 * 104
     )  # of one group a rank, sent to the three ranks with its other copies, and a velocity
-    assert found["sent_prefixes_gib"] == pytest.approx(3 * 2 * latent / 2**30, rel=1e-6)
+    assert found["sent_prefixes_gib"] == pytest.approx(3 * 3 * latent / 2**30, rel=1e-6)  # and the draws back
     two = ["--config.sample.sde_window=2", "--config.sample.sde_steps=0,1,2,3", *words[3:], *shared]
     _, found = planned(capsys, *two)
     assert found["forward_equivalents_per_sample"] == (1 + 1) / 4 + 1 + 5 + 4 * (1 / 4 + 1)
-    assert found["sent_prefixes_gib"] == pytest.approx(3 * 3 * latent / 2**30, rel=1e-6)  # a later state of each copy
+    assert found["sent_prefixes_gib"] == pytest.approx(3 * 4 * latent / 2**30, rel=1e-6)
     assert short["sent_prefixes_gib"] == 0
     _, guided = planned(capsys, *words, "--config.sample.guidance_scale=5")
     assert guided["forward_equivalents_per_sample"] == 2 * short["forward_equivalents_per_sample"]

@@ -172,8 +172,12 @@ def test_conditions_without_a_true_view_cannot_show_the_order_of_rewards(trainer
 
 def test_advantages_have_both_signs_and_differ_between_ranks():
     batch = training_batch(ToyPolicy(), [group(1, 4)])
-    signs = [with_signs(batch, rank).advantages.tolist() for rank in range(2)]
+    signs = [with_signs(batch, rank, 4).advantages.tolist() for rank in range(2)]
     assert signs == [[1, -1, 1, -1], [-1, 1, -1, 1]]
+    rows = dataclasses.replace(batch, advantages=torch.zeros(2, 4))  # groups, the second on this rank as padding
+    for rank in range(2):
+        found = with_signs(rows, rank, 1)
+        assert found.advantages.tolist() == [[1, -1, 1, -1]] * 2 and found.weights.sum(dim=1).tolist() == [4, 0]
 
 
 def _sharded(world: World, given: list[str]) -> dict[str, str]:

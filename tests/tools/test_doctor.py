@@ -93,6 +93,14 @@ def test_what_goes_wrong_between_ranks_is_found(places, fault, names):
     assert statuses(findings, "fail") == names
 
 
+def test_one_group_on_two_ranks_does_not_cancel_itself(places):
+    """The rank without a group repeats the other's, without weight."""
+    shared = {"sample__same_initial_noise": True, "sample__share_prefix": True}
+    given = words(places, sample__train_batch_size=1, train__batch_size=1, sample__num_batches_per_epoch=1, **shared)
+    for code, findings in run_ranks(_examined, 2, given, ""):
+        assert (code, statuses(findings, "fail")) == (0, set())
+
+
 def _out_of_memory(world: World, given: list[str]) -> str:
     """Examine where no device has memory for an update; return what is said on stderr."""
     full = mock.patch.object(Updater, "run", side_effect=RuntimeError("out of memory in the update"))

@@ -82,13 +82,12 @@ def everything(batches: Sequence[ScoredBatch], gathered: Gathered, world: World)
     if groups:
         held = [own.tolist() for own in gathered.gids.chunk(world.data.size)]
         first = first_copies(gathered)
-        rows = [[first[gid] for gid in own] for own in dealt(held)]
-        mine = gathered.gids[rows[world.data.rank]].tolist()
+        owner, share = dealt(held)
+        rows = [[first[gid] for gid in own if owner[gid] == rank] for rank, own in enumerate(share)]
         place = {
             gid: (number, row) for number, part in enumerate(groups) for row, gid in enumerate(part.keys[:, 0].tolist())
         }
-        order = [*mine, *(gid for gid in place if gid not in mine)]  # those behind are dealt to other ranks
-        parts, table = groups, torch.tensor([place[gid] for gid in order]).T
+        parts, table = groups, torch.tensor([place[gid] for gid in share[world.data.rank]]).T
     return Chosen(gathered, tuple(map(tuple, rows)), parts, table, as_rolled_out=True)
 
 

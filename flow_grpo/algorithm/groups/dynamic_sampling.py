@@ -102,7 +102,8 @@ class DynamicSampling:
             self._say_use(decision, placement, len(groups) - 1)
             if placement != self._place(groups[0], chosen):  # not simply the first round
                 chosen, moved_bytes = pool.take(placement)
-                moves = {"dyn/moved_samples": float(len(placement.moves)), "dyn/moved_bytes": float(moved_bytes)}
+                moved = len(placement.moves) * self.k // len(decision.groups[0].rows)
+                moves = {"dyn/moved_samples": float(moved), "dyn/moved_bytes": float(moved_bytes)}
         self._remember(decision, reward, shortages)
         metrics = _metrics(decision, groups, self.rules) | moves
         metrics |= {"dyn/fallback_rate": sum(shortages) / len(shortages), "dyn/time": time.perf_counter() - begun}

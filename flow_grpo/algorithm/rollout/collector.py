@@ -15,7 +15,7 @@ from flow_grpo.algorithm.rollout.batching import full_batches, group_configs_by_
 from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.rollout.scoring import ScoringQueue, merge_results, share_results
 from flow_grpo.algorithm.rollout.shared_encodings import share_encodings
-from flow_grpo.algorithm.rollout.shared_step import shared_steps, with_later_steps
+from flow_grpo.algorithm.rollout.shared_step import as_groups, shared_steps
 from flow_grpo.data.dataset import next_batch
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.models.policy import Policy
@@ -120,18 +120,17 @@ class Collector:
             share_encodings(self.policy, conditions, self.world.all, sync_errors)
         with sync_errors():
             encoded = self._encode(conditions, clock)
-        shared, groups = None, list[Samples]()
+        shared = None
         if share:
             with clock.phase("rollout"):
-                shared, groups = shared_steps(
+                shared = shared_steps(
                     self.policy,
                     [(conditions, conditioning) for _, conditions, conditioning in encoded],
                     gids,
                     self.sampling,
-                    k=self.config.sample.k,
-                    rows=self.config.sample.train_batch_size,
-                    group=self.world.data,
-                    sync_errors=sync_errors,
+                    self.config.sample.train_batch_size,
+                    self.world.data,
+                    sync_errors,
                 )
         overlap = self.config.reward.overlap
         with ScoringQueue(self.policy, self.rewards, clock, self.world, overlap=overlap).open() as queue:
@@ -143,12 +142,16 @@ class Collector:
             with sync_errors():
                 own = queue.rewards()
             rewards = share_results(own, self.world)
-            groups = with_later_steps(groups, sampled, gids, self.config.sample.k, self.world.data)
             with sync_errors():
                 drawn = [(positions, own) for positions, own, _ in encoded]
-                batches = merge_sizes(drawn, sampled, rewards, [self._kept(group) for group in groups])
+                batches = merge_sizes(drawn, sampled, rewards)
                 batches[0] = dataclasses.replace(batches[0], videos=queue.first_videos)
                 self._check(batches)
+        if self.sampling.trains_groups:
+            with clock.phase("rollout"):
+                own_sizes = [batch.samples for batch in batches]
+                groups = as_groups(own_sizes, gids, self.config.sample.k, self.world.data, sync_errors)
+            batches = [dataclasses.replace(b, groups=own) for b, own in zip(batches, groups, strict=True)]
         return tuple(batches)
 
     def _encode(
@@ -203,7 +206,6 @@ def merge_sizes(
     drawn: Sequence[tuple[list[int], tuple[Condition, ...]]],
     samples: Sequence[Samples],
     rewards: Sequence[dict[str, RewardResult]],
-    groups: Sequence[Samples] = (),
 ) -> list[ScoredBatch]:
     """Return one record per video size, sizes and batches in the order in which they were sampled.
 
@@ -211,12 +213,7 @@ def merge_sizes(
         drawn: positions and conditions of every batch.
         samples: of every batch.
         rewards: of every batch.
-        groups: of this rank, where copies share a step; of any sizes.
     """
-    of_size: dict[tuple[int, ...], list[Samples]] = {}
-    for group in groups:
-        of_size.setdefault(_latent_shape(group), []).append(group)
-    whole = {shape: Samples.concatenate(own) for shape, own in of_size.items()}
     by_size = group_configs_by_structure([own[0].size for _, own in drawn])
     return [
         ScoredBatch(
@@ -225,11 +222,6 @@ def merge_sizes(
             rewards=merge_results([rewards[number] for number in numbers]),
             videos=torch.empty(0),
             positions=torch.tensor([position for number in numbers for position in drawn[number][0]]),
-            groups=whole.get(_latent_shape(samples[numbers[0]])),
         )
         for numbers in by_size.values()
     ]
-
-
-def _latent_shape(samples: Samples) -> tuple[int, ...]:
-    return tuple(samples.trajectory.states.shape[2:])

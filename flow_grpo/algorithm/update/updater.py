@@ -21,6 +21,7 @@ from flow_grpo.records import Samples, TrainingBatch
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.process_group import RankError, World
 from flow_grpo.runtime.ranks.sharding import averaging_gradients, gradient_bytes, take_step
+from flow_grpo.settings.objectives import micro_batch, trains_groups
 from flow_grpo.settings.schema import Config
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class Updater:
         local = torch.stack([batch.weights[torch.cat(step)].cpu().double().sum() for step in plan.steps])
         mass = self.world.data.all_gather(local[None]).sum(dim=0).tolist()  # sample weights of every step, of all ranks
         stats = UpdateStats()
-        with name_memory_knobs(self.config.train.batch_size):
+        with name_memory_knobs(micro_batch(self.config)):
             memories = [
                 [
                     self.objective.remember(
@@ -158,7 +159,8 @@ class Updater:
 
     def _same_geometry(self, batch: TrainingBatch, steps: Sequence[Sequence[Tensor]]) -> bool:
         """Return whether every micro-batch is exactly one batch of the rollout."""
-        if not batch.as_rolled_out:
+        by_groups = trains_groups(self.config)
+        if not batch.as_rolled_out or self.config.sample.share_prefix != by_groups:  # else a step was taken by groups
             return False
         size = self.config.sample.train_batch_size
         held = [(batch.table[0] == part).nonzero().flatten() for part in range(len(batch.parts))]

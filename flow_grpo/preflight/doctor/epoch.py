@@ -34,6 +34,7 @@ from flow_grpo.preflight.doctor.weights import examine_gradients, logged_gradien
 from flow_grpo.records import Samples, TrainingBatch
 from flow_grpo.run.trainer import Trainer
 from flow_grpo.runtime.ranks.sharding import averaging_gradients, local
+from flow_grpo.settings.objectives import micro_batch
 
 PROBE_FACTOR = 10.0  # how much larger the maximum over an epoch may be than over one batch
 CLIP_USUAL = (1e-6, 1e-2)  # clip ranges of mean log-probabilities are 1e-5 to 1e-3, GRPO-Guard's 2e-6: a decade around
@@ -49,18 +50,17 @@ def examine_epoch(trainer: Trainer, updates_per_epoch: int) -> Iterator[Finding]
     with _restored_afterwards(trainer), logged_gradients(trainer) as gradients:
         if replaying is not None:
             probe = roll_out_probe(trainer)
-            before = replay(replaying, probe, train.batch_size)
+            before = replay(replaying, probe, micro_batch(trainer.config))
             kl_before, _ = _kl_and_gradient(trainer, replaying, probe)
         batch = _sample_epoch(trainer)
         k, flat = trainer.config.sample.k, trainer.metrics["train/zero_std_ratio"]
-        message = (
-            f"{batch.advantages.numel() * trainer.world.data.size // k} groups of {k} copies, {flat:.0%} of them flat"
-        )
+        groups = trainer.config.sample.expanded_batch_size * trainer.world.data.size // k
+        message = f"{groups} groups of {k} copies, {flat:.0%} of them flat"
         way_out = "copies score the same: raise sample.noise_level or sample.k, or check the rewards' noise floors"
         yield finding("groups", message, warn=way_out if flat == 1 else "")
         first = update(updater, batch, 0)
         if replaying is not None:
-            after = replay(replaying, probe, train.batch_size)
+            after = replay(replaying, probe, micro_batch(trainer.config))
             moved = guard_log_ratios(before, after) if train.guard else after.log_ratios - before.log_ratios
             yield check_clip(moved, train.clip_range, updates_per_epoch)
             if train.kl_coef:
@@ -109,14 +109,20 @@ def _sample_epoch(trainer: Trainer) -> TrainingBatch:
     """Sample, score and compare an epoch as training does, with signs as advantages."""
     batches = trainer.sample()
     gathered = trainer.gather(batches)
-    return with_signs(trainer.compare(compare.everything(batches, gathered, trainer.world)), trainer.world.data.rank)
+    whole, rank = compare.everything(batches, gathered, trainer.world), trainer.world.data.rank
+    return with_signs(trainer.compare(whole), rank, len(whole.placement[rank]))
 
 
-def with_signs(batch: TrainingBatch, rank: int) -> TrainingBatch:
-    """Return the samples with weights 1 and advantages +1 and -1 in turn, on odd ranks -1 first."""
+def with_signs(batch: TrainingBatch, rank: int, own: int) -> TrainingBatch:
+    """Return the rows with advantages +1 and -1 in turn and weight 1, the first `own` of them: others are padding.
+
+    The copies of a group have both signs: in its row, or with -1 first on odd ranks where a row is a sample.
+    """
     numbers = torch.arange(batch.advantages.numel()).view_as(batch.advantages)
-    signs: Tensor = 1.0 - 2.0 * ((numbers + rank) % 2).float()
-    return dataclasses.replace(batch, advantages=signs, weights=torch.ones_like(signs))
+    signs: Tensor = 1.0 - 2.0 * ((numbers + (rank if numbers.ndim == 1 else 0)) % 2).float()
+    weights = torch.zeros_like(signs)
+    weights[:own] = 1.0
+    return dataclasses.replace(batch, advantages=signs, weights=weights)
 
 
 def update(updater: Updater, batch: TrainingBatch, epoch: int) -> dict[str, float]:
@@ -130,7 +136,7 @@ def log_ratio_of_one_update(trainer: Trainer) -> float:
 
     Collective call: every rank must call it.
     """
-    objective, rows = replaying_objective(trainer), trainer.config.train.batch_size
+    objective, rows = replaying_objective(trainer), micro_batch(trainer.config)
     assert objective is not None, "only recorded steps have a log-ratio"
     with _restored_afterwards(trainer):
         probe = roll_out_probe(trainer)
@@ -178,7 +184,7 @@ def _kl_and_gradient(trainer: Trainer, objective: GrpoObjective, probe: Samples)
     train, policy = trainer.config.train, trainer.updater.policy
     if train.kl_coef == 0:
         return 0.0, 0.0
-    part = probe.rows(slice(0, train.batch_size))
+    part = probe.rows(slice(0, micro_batch(trainer.config)))
     reference = objective.reference_mean(part, 0)
     with averaging_gradients(policy.module, now=False):
         current = objective.replay(part, 0)

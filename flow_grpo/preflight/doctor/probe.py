@@ -25,7 +25,7 @@ from flow_grpo.preflight.doctor.findings import Finding, finding
 from flow_grpo.records import Condition, Samples
 from flow_grpo.run.trainer import Trainer
 from flow_grpo.runtime.ranks.sharding import averaging_gradients, unwrap
-from flow_grpo.settings.objectives import traits_of
+from flow_grpo.settings.objectives import micro_batch, traits_of
 from flow_grpo.settings.sampling import Sampling
 
 STANDARD_ERRORS = 5.0  # a false alarm with probability 6e-7
@@ -74,7 +74,7 @@ def _examine_replays(
     trainer: Trainer, objective: GrpoObjective, probe: Samples, batch_sizes: Iterable[int]
 ) -> Iterator[Finding]:
     train, world, full, exact = trainer.config.train, trainer.world, len(probe), bit_exact(trainer)
-    few = train.batch_size
+    few = micro_batch(trainer.config)
     with world.sync_errors("the replay"):
         rows = sorted({few, full, *(n for n in batch_sizes if n <= full)})
         replays = {n: replay(objective, probe, n) for n in rows}
@@ -107,7 +107,7 @@ def _largest(values: Tensor) -> float:
 def _examine_loss(trainer: Trainer, probe: Samples) -> Finding:
     """Check that a loss without recorded steps repeats itself."""
     train, objective = trainer.config.train, trainer.updater.objective
-    rows = probe.rows(slice(0, train.batch_size))
+    rows = probe.rows(slice(0, micro_batch(trainer.config)))
     micro = dataclasses.replace(rows, advantages=torch.ones(len(rows)), weights=torch.ones(len(rows)))
     memory: Any = {}
     with trainer.world.sync_errors("the loss"), torch.no_grad():
@@ -216,7 +216,7 @@ def layer_differing_from_rollout(trainer: Trainer, objective: GrpoObjective, pro
 
 
 def _layer_differing_by_grad_mode(trainer: Trainer, objective: GrpoObjective, probe: Samples) -> str:
-    few = probe.rows(slice(0, objective.train.batch_size))
+    few = probe.rows(slice(0, micro_batch(trainer.config)))
     with recorded_layers(unwrap(trainer.updater.policy.module)) as calls:
         for enabled in (False, True):
             with _grad_mode(objective, len(few), enabled):
