@@ -278,7 +278,7 @@ _DYN = (
     ),
     Metric("dyn/discarded_valid", "valid samples not trained on", "count"),
     Metric("dyn/padded_samples", "samples trained on that are repetitions or carry no signal", "count"),
-    Metric("dyn/moved_samples", "samples sent to another rank: only the surplus", "count"),
+    Metric("dyn/moved_samples", "samples sent to another rank, alone or in whole groups: only the surplus", "count"),
     Metric("dyn/moved_bytes", "size of the samples sent to another rank", "bytes"),
     Metric("dyn/reward_mean_before", "mean weighted sum of rewards of the first round"),
     Metric(
@@ -382,7 +382,7 @@ _SYSTEM = (
     Metric(
         "system/sent_<kind>_gib",
         "what a rank sends in an epoch, on average: `gradients` and sharded `weights` by their sizes (rings assumed), "
-        "`tokens` of ranks that share samples, `rows` (samples, shared prefixes and encodings), "
+        "`tokens` of ranks that share samples, `rows` (samples, shared steps and encodings), "
         "`control` (ids, rewards, errors)",
         "GiB",
     ),

@@ -366,7 +366,7 @@ def test_an_update_without_memory_names_the_knobs_that_need_less(error):
         (4, r"3 GiB; pass --config\.train\.batch_size=2, "),
         (1, r"pass --config\.model\.checkpointing=blocks"),
     ):
-        with pytest.raises(RuntimeError, match=rf"update of {size} sample.*{way_out}"), name_memory_knobs(size):
+        with pytest.raises(RuntimeError, match=rf"update of {size} row.*{way_out}"), name_memory_knobs(size):
             raise error
     shapes = RuntimeError("shapes")
     with pytest.raises(RuntimeError) as caught, name_memory_knobs(4):

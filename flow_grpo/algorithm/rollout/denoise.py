@@ -3,7 +3,8 @@
 A sample has three phases: the prefix follows the ODE to the window, each step of the window adds noise and is recorded
 with the log-probability of its draw, and the tail follows the ODE to clean latents. Groups have windows at different
 places, so a batch may hold samples at different noise levels; all samples of a batch take their stochastic steps in
-the same calls, which are the calls that the update repeats. Evaluation has no window: the prefix is all there is.
+the same calls, which are those that the update repeats, but for a step that copies share (`shared_step.py`). Evaluation
+has no window: the prefix is all there is.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 The updater owns micro-batches, gradient accumulation, scaling and skipped steps; an objective owns the loss per sample
 and the old policy's values. On-policy contract of GRPO: before the first update the ratio is exactly 1. A micro-batch
-that equals a rollout batch repeats the rollout's calls bit for bit. For any other, whose batch size rounds differently,
-the old log-probabilities are those of the update's own calls: with one update an epoch the new ones without gradient,
-with several they are recomputed before the first.
+with the rows of a rollout call, samples or groups, repeats it bit for bit. For any other, whose batch size rounds
+differently, the old log-probabilities are those of the update's own calls: with one update an epoch the new ones
+without gradient, with several they are recomputed before the first.
 """
 
 from __future__ import annotations

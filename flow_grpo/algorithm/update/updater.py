@@ -34,7 +34,7 @@ class UpdatePlan:
     Attributes:
         steps: per optimizer step, the (b,) positions of its micro-batches in the batch.
         passes: number of passes over all micro-batches, for progress.
-        as_rolled_out: every micro-batch is exactly one batch of the rollout.
+        as_rolled_out: every micro-batch has exactly the rows of one call of the rollout.
     """
 
     steps: list[list[Tensor]]
@@ -146,8 +146,8 @@ class Updater:
     def _deal(self, rows: int, epoch: int) -> list[Tensor]:
         """Return, per optimizer step, the sorted positions of its samples; identical on every rank.
 
-        Whole rollout batches are dealt when every step gets equally many, single samples otherwise. With fewer samples
-        than optimizer steps, after a shortage, each sample is a step of its own.
+        Whole rollout calls are dealt when every step gets equally many, single rows otherwise. With fewer rows than
+        optimizer steps, after a shortage, each row is a step of its own.
         """
         train, unit = self.config.train, self.config.sample.train_batch_size
         updates = min(train.updates_per_epoch, rows)
@@ -264,7 +264,7 @@ def name_memory_knobs(batch_size: int) -> Iterator[None]:
             raise
         smaller = f"--config.train.batch_size={batch_size // 2}, " if batch_size > 1 else ""
         raise RuntimeError(
-            f"out of memory in the update of {batch_size} sample(s) at once: {error}; pass {smaller}"
+            f"out of memory in the update of {batch_size} row(s) at once: {error}; pass {smaller}"
             "--config.model.checkpointing=blocks, --config.sample.offload=true or "
             "--config.train.sharding=fsdp2, and go on from the last checkpoint"
         ) from error
