@@ -44,7 +44,7 @@ MEASURES = {  # -> title and decimals; what a record lacks is not shown
     "eval/target_view_psnr_db": ("PSNR dB (trained)", 3),
 }
 EVERY = 10  # epochs between evaluations
-BY_CAMERA = ("demo", "twin")  # variants with a table of their own
+BY_CAMERA = ("demo", "twin_by_copies")  # variants with a table of their own
 
 
 @dataclasses.dataclass(frozen=True)
