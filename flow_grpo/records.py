@@ -262,18 +262,18 @@ class Samples(Rows):
 
     def replayed(self, number: int) -> Replayed:
         """Return the step of replay `number`: of samples step by step; of groups the first, then copy by copy."""
-        recorded, steps = self.trajectory, self.trajectory.steps.shape[1]
-        copies, column = list(range(self.copies)), 0
+        recorded, (rows, steps) = self.trajectory, self.trajectory.steps.shape
+        copies, column = slice(0, self.copies), 0
         if number:
             copy, column = divmod(number - 1, steps - 1)
-            copies, column = [copy], column + 1
-        draws = [copy * steps + column for copy in copies]  # of each copy
-        own = [None if values is None else values.view(len(self), -1) for values in (self.advantages, self.weights)]
+            copies, column = slice(copy, copy + 1), column + 1
+        draws = recorded.states[:, 1:].unflatten(1, (self.copies, steps))
+        own = [None if values is None else values.view(rows, -1) for values in (self.advantages, self.weights)]
         return Replayed(
-            latents=recorded.states[:, draws[0]],
+            latents=draws[:, copies.start, column - 1] if column else recorded.states[:, 0],
             steps=recorded.steps[:, column],
-            drawn=torch.stack([recorded.states[:, 1 + draw] for draw in draws], dim=1).flatten(0, 1),
-            log_probs=torch.stack([recorded.log_probs[:, draw] for draw in draws], dim=1).flatten(),
+            drawn=draws[:, copies, column].flatten(0, 1),
+            log_probs=recorded.log_probs.view(rows, self.copies, steps)[:, copies, column].flatten(),
             advantages=None if own[0] is None else own[0][:, copies].flatten(),
             weights=None if own[1] is None else own[1][:, copies].flatten(),
         )

@@ -84,10 +84,9 @@ class Transition:
         """Return the Gaussians of `copies` draws from each row's, (B * copies, ...), those of a row together."""
         if copies == 1:
             return self
-        rows = {name: getattr(self, name) for name in ("mean", "std", "c", "gain")}
-        return dataclasses.replace(
-            self, **{name: value.repeat_interleave(copies, 0) if value.ndim else value for name, value in rows.items()}
-        )
+        rows = (self.mean, self.std, self.c, self.gain)
+        mean, std, c, gain = (row.repeat_interleave(copies, 0) for row in rows)
+        return Transition(mean, std, c, gain, self.has_density)
 
 
 def coefficients(

@@ -12,7 +12,7 @@ from flow_grpo.algorithm.rollout.shared_step import dealt
 from flow_grpo.algorithm.update.objective import GrpoObjective, OldPolicy
 from flow_grpo.records import Samples, ScoredBatch
 from flow_grpo.runtime.clock import Clock
-from flow_grpo.runtime.ranks.exchange import even_owners, owners
+from flow_grpo.runtime.ranks.exchange import owners
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.sharding import parallelize
 from flow_grpo.settings.sampling import Sampling
@@ -29,7 +29,7 @@ def test_every_thing_has_one_owner_that_needs_it_and_the_load_is_even():
     found = owners(gids)
     assert list(found) == list(range(7))
     assert all(gid in gids[rank] for gid, rank in found.items())
-    assert Counter(found.values()) == {0: 2, 1: 2, 2: 1, 3: 2}
+    assert max(Counter(found.values()).values()) == 2
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -38,23 +38,23 @@ def test_groups_are_dealt_evenly_to_ranks_that_hold_copies_however_these_are_shu
     ranks, each = int(torch.randint(1, 9, (), generator=draw)), int(torch.randint(1, 7, (), generator=draw))
     copies = torch.arange(ranks * each).repeat(K)[torch.randperm(K * ranks * each, generator=draw)]
     held = [own.tolist() for own in copies.chunk(ranks)]
-    found = even_owners(held)
+    found = owners(held)
     assert Counter(found.values()) == dict.fromkeys(range(ranks), each)
     assert all(gid in held[rank] for gid, rank in found.items())
 
 
 def test_fewer_groups_than_ranks_leave_some_a_group_of_another_s_without_weight():
     held = [[0, 1], [0, 1], [0, 1], [0, 1]]
-    found = even_owners(held)
+    found = owners(held)
     assert Counter(found.values()).most_common() == [(found[0], 1), (found[1], 1)]
     owner, share = dealt(held)
     assert owner == found and [len(own) for own in share] == [1] * 4
     assert all(gid in share[rank] for gid, rank in owner.items())
 
 
-def test_there_is_no_even_choice_where_one_rank_alone_holds_more_than_its_share():
-    with pytest.raises(ValueError, match="no even choice"):
-        even_owners([[0, 1], [2], [2]])
+def test_a_rank_that_alone_needs_more_than_its_share_makes_more():
+    assert owners([[0, 1, 2], [3], [3]]) in ({0: 0, 1: 0, 2: 0, 3: 1}, {0: 0, 1: 0, 2: 0, 3: 2})
+    assert owners([[], []]) == {} and owners([["b", "a"]]) == {"a": 0, "b": 0}
 
 
 def collected(world: World, share: bool, policy: ToyPolicy | None = None, **changes) -> tuple[ScoredBatch, int]:

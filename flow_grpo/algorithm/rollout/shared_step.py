@@ -19,7 +19,7 @@ from flow_grpo.algorithm.rollout.batching import full_batches
 from flow_grpo.algorithm.rollout.denoise import initial_noise, prefix, window_rows
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, Conditioning, Samples, Trajectory
-from flow_grpo.runtime.ranks.exchange import even_owners, hand_out
+from flow_grpo.runtime.ranks.exchange import hand_out, owners
 from flow_grpo.runtime.ranks.process_group import Group
 from flow_grpo.settings.sampling import Sampling
 
@@ -31,7 +31,7 @@ def dealt(gids: Sequence[Sequence[int]]) -> tuple[dict[int, int], list[list[int]
 
     So all ranks make equally many calls, in the rollout and in the update, where those others have no weight.
     """
-    owner = even_owners(gids)
+    owner = owners(gids)
     share = [[gid for gid in owner if owner[gid] == rank] for rank in range(len(gids))]
     most = max(map(len, share))
     spare = [[gid for gid in dict.fromkeys(held) if gid not in own] for held, own in zip(gids, share, strict=True)]

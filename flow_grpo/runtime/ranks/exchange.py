@@ -80,50 +80,24 @@ def _bytes(tensor: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def owners(wanted: Sequence[Sequence[Key]]) -> dict[Key, int]:
-    """Choose which rank makes each thing, one that needs it, in turn; keys ascend, equal on every rank.
+    """Choose which rank makes each of n things, one that needs it; keys ascend, equal on every rank.
 
-    Args:
-        wanted: per rank, the keys of what it needs.
+    Where every thing is needed as often as every other and every rank needs as many, counted with repetitions, no rank
+    of W makes more than ceil(n / W): a rank then has its share of every thing it needs, n / W in all. Else as few as
+    there can be.
     """
-    holders = _holders(wanted)
-    load = [0] * len(wanted)
-    found = {}
-    for key in sorted(holders):
-        found[key] = min(holders[key], key=lambda rank: load[rank])
-        load[found[key]] += 1
-    return dict(sorted(found.items()))
+    keys, needed = sorted({key for own in wanted for key in own}), [set(own) for own in wanted]
+    if len(wanted) == 1:
+        return dict.fromkeys(keys, 0)
+    from scipy.optimize import linear_sum_assignment  # a second, which one rank does not wait for
 
-
-def even_owners(wanted: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Choose which rank makes each of n things, one that needs it; of W ranks none gets more than ceil(n / W).
-
-    Such a choice exists where every thing is needed as often as every other, counted over all ranks, and every rank
-    needs as many: a rank then has its share of every thing it needs, n / W in all.
-
-    Args:
-        wanted: per rank, the keys of what it needs, a key for every time.
-
-    Raises:
-        ValueError: there is no such choice.
-    """
-    from scipy.optimize import linear_sum_assignment  # a second, only where groups are dealt
-
-    holders = _holders(wanted)
-    keys, most = sorted(holders), math.ceil(len(holders) / len(wanted))
-    needs = [[float(rank not in holders[key]) for rank in range(len(wanted)) for _ in range(most)] for key in keys]
-    _, places = linear_sum_assignment(needs)
-    found = {key: int(place) // most for key, place in zip(keys, places, strict=True)}
-    if any(rank not in holders[key] for key, rank in found.items()):
-        raise ValueError(f"no even choice of owners among the ranks that hold {holders}")
-    return found
-
-
-def _holders(wanted: Sequence[Sequence[Key]]) -> dict[Key, list[int]]:
-    holders: dict[Key, list[int]] = {}
-    for rank, own in enumerate(wanted):
-        for key in dict.fromkeys(own):
-            holders.setdefault(key, []).append(rank)
-    return holders
+    for most in range(math.ceil(len(keys) / len(wanted)), len(keys) + 1):
+        costs = [[key not in own for own in needed for _ in range(most)] for key in keys]
+        places = linear_sum_assignment(costs)[1].tolist() if keys else []
+        found = {key: place // most for key, place in zip(keys, places, strict=True)}
+        if all(key in needed[rank] for key, rank in found.items()):
+            return found
+    raise AssertionError("a rank may make all that it needs")
 
 
 def hand_out(
