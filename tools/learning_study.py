@@ -276,12 +276,13 @@ def draw(records: dict[str, list[dict[str, Any]]]) -> None:
             for name, runs in records.items():
                 points = list(zip(*(run["curve"] for run in runs), strict=False))
                 where = [fmean([point[axis] for point in same]) / scale for same in points]
-                (line,) = plot.plot(where, [fmean([point[metric] for point in same]) for same in points], label=name)
+                means, dashes = [fmean([point[metric] for point in same]) for same in points], name.startswith("twin")
+                (line,) = plot.plot(where, means, "--" if dashes else "-", label=name)  # there are but ten colours
                 low, high = ([pick(point[metric] for point in same) for same in points] for pick in (min, max))
                 plot.fill_between(where, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
             plot.set(xlabel=unit, title=MEASURES[metric][0])
     lines, names = figure.axes[0].get_legend_handles_labels()
-    figure.legend(lines, names, loc="outside lower center", ncols=len(names), fontsize=8)
+    figure.legend(lines, names, loc="outside lower center", ncols=-(-len(names) // 2), fontsize=8)
     figure.savefig(PLOT, dpi=110)
 
 
