@@ -333,7 +333,7 @@ def collector(
         num_batches_per_epoch=sample.num_batches_per_epoch,
         layout=sample.layout,
     )
-    sampling = Sampling(SIGMAS, SDE, 1, sample.same_initial_noise, blocks_of(sample), trains_groups=sample.share_prefix)
+    sampling = Sampling(SIGMAS, SDE, 1, sample.same_initial_noise, blocks_of(sample))
     config = dataclasses.replace(Config(), sample=sample, debug=debug)
     rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
     return Collector(policy, ConditionStream(ToyLoader(sampler, make), sampler), rewards, sampling, config, world)

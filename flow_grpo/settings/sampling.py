@@ -37,7 +37,6 @@ class Sampling:
     # (S+1, m+1) fp32 CPU noise levels of a short tail of m second-order steps, by the level it starts from; None
     # follows `sigmas` by first-order steps.
     tails: Tensor | None = None
-    trains_groups: bool = False  # a row of the update is a group, see `objectives.trains_groups`
     record: bool = True  # keep the stochastic steps for the update; without, `Trajectory` is empty
     # Calls of the network that every batch makes in its prefix and in its tail, whatever its windows, for a sharded
     # network that all ranks must call equally often; None makes as many as are needed.
@@ -70,7 +69,6 @@ def sampling_of(config: Config) -> Sampling:
         same_initial_noise=sample.same_initial_noise,
         blocks=blocks,
         tails=tail_levels(sample.num_steps, sample.shift, sample.tail_steps) if sample.tail_steps else None,
-        trains_groups=trains_groups(config),
         record=traits_of(config).replays_steps,
         calls=calls,
     )

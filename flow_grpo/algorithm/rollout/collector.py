@@ -23,6 +23,7 @@ from flow_grpo.records import Condition, Conditioning, RewardResult, Samples, Sc
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.clock import Clock
 from flow_grpo.runtime.ranks.process_group import World
+from flow_grpo.settings.objectives import trains_groups
 from flow_grpo.settings.sampling import Sampling, offloads_rollouts
 from flow_grpo.settings.schema import Config
 
@@ -147,7 +148,7 @@ class Collector:
                 batches = merge_sizes(drawn, sampled, rewards)
                 batches[0] = dataclasses.replace(batches[0], videos=queue.first_videos)
                 self._check(batches)
-        if self.sampling.trains_groups:
+        if trains_groups(self.config):
             with clock.phase("rollout"):
                 own_sizes = [batch.samples for batch in batches]
                 groups = as_groups(own_sizes, gids, self.config.sample.k, self.world.data, sync_errors)
@@ -179,14 +180,13 @@ class Collector:
             known = None if shared is None else torch.stack([shared[c.gid].to(device) for c in conditions])
             windows = self.sampling.windows(condition.gid for condition in conditions)
             samples = rollout(self.policy, conditions, conditioning, windows, self.sampling, known)
-            final_latents, samples = samples.final_latents, self._kept(samples)
+            final_latents = samples.final_latents
+            if self.offload:
+                samples = samples.to("cpu")
         queue.add(conditions, final_latents)
         if self._on_batch is not None:
             self._on_batch(len(conditions))
         return samples
-
-    def _kept(self, samples: Samples) -> Samples:
-        return samples.to("cpu") if self.offload else samples
 
     def _check(self, batches: Sequence[ScoredBatch]) -> None:
         sample = self.config.sample
