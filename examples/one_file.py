@@ -139,10 +139,11 @@ def noise_levels(u: Tensor) -> Tensor:
     return (SHIFT * u / (1 + (SHIFT - 1) * u)).float()
 
 
-TIMES = 1 - torch.arange(STEPS + 1, dtype=torch.float64) / STEPS
-SIGMAS = noise_levels(TIMES)  # step i leads from SIGMAS[i] to SIGMAS[i + 1]
-# Row i leads from SIGMAS[i] to 0 in equal steps of time.
-TAILS = noise_levels(TIMES[:, None] * (1 - torch.arange(TAIL_STEPS + 1, dtype=torch.float64) / TAIL_STEPS))
+# Step i leads from SIGMAS[i] to SIGMAS[i + 1].
+SIGMAS = noise_levels(1 - torch.arange(STEPS + 1, dtype=torch.float64) / STEPS)
+# Row i leads from SIGMAS[i] to 0 in nearly equal steps of the noise level, the last a little longer.
+LEFT = (1 - torch.arange(TAIL_STEPS + 1, dtype=torch.float64) / TAIL_STEPS) ** 0.85
+TAILS = (SIGMAS.double()[:, None] * LEFT).float()
 
 
 # --- 4. The policy: one denoising step, without noise and with it

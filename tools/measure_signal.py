@@ -92,10 +92,10 @@ def compare_tails(trainer: Trainer, groups: int, tails: Sequence[int]) -> list[d
     the two rank copies alike.
     """
     collector, data, world = trainer.collector, trainer.training_data, trainer.world
-    sample, floors = collector.config.sample, collector.rewards.floors
+    floors = collector.rewards.floors
     found: dict[tuple[int, float], dict[str, Tensor]] = {}
     for tail, noise in ((0, 0.0), *((tail, 0.0) for tail in tails), *((0, noise) for noise in NOISES)) if tails else ():
-        levels = tail_levels(sample.num_steps, sample.shift, tail) if tail else None
+        levels = tail_levels(collector.sampling.sigmas, tail) if tail else None
         sampling = dataclasses.replace(collector.sampling, tails=levels, record=False)
         first = world.data.rank * groups
         parts = [sample_group(collector, data, sampling, gid, noise) for gid in range(first, first + groups)]

@@ -62,13 +62,14 @@ def sampling_of(config: Config) -> Sampling:
     blocks = () if sample.sde == "ode" else tuple(windows(sample.sde_steps, sample.sde_window))
     if config.train.sharding == "fsdp2" and blocks:
         calls = max(block[0] for block in blocks), sample.num_steps - 1 - min(block[-1] for block in blocks)
+    sigmas = flow_sigmas(sample.num_steps, sample.shift)
     return Sampling(
-        sigmas=flow_sigmas(sample.num_steps, sample.shift),
+        sigmas=sigmas,
         sde=SdeSettings(sample.sde, sample.noise_level, sample.max_step_std),
         seed=config.seed,
         same_initial_noise=sample.same_initial_noise,
         blocks=blocks,
-        tails=tail_levels(sample.num_steps, sample.shift, sample.tail_steps) if sample.tail_steps else None,
+        tails=tail_levels(sigmas, sample.tail_steps) if sample.tail_steps else None,
         record=traits_of(config).replays_steps,
         calls=calls,
     )

@@ -94,7 +94,7 @@ def test_a_given_prefix_and_velocity_replace_the_steps_until_the_window_s_first_
 
 def test_a_short_tail_takes_its_number_of_calls_from_every_window():
     policy = ToyPolicy()
-    tails = tail_levels(6, 3.0, 2)
+    tails = tail_levels(SIGMAS, 2)
     whole(policy, [*group(3, 1), *group(9, 1)], windows=[(3,), (1,)], tails=tails)
     assert len(policy.calls) == 3 + 1 + 2
 
@@ -102,7 +102,7 @@ def test_a_short_tail_takes_its_number_of_calls_from_every_window():
 def test_a_tail_on_the_schedule_s_own_levels_ends_where_the_schedule_does():
     """With a velocity that does not depend on the noise level or the latents, any step length is exact."""
     policy = StraightPolicy()
-    short = whole(policy, group(3, 2), (1, 2), tails=tail_levels(6, 3.0, 2))
+    short = whole(policy, group(3, 2), (1, 2), tails=tail_levels(SIGMAS, 2))
     full = whole(policy, group(3, 2), (1, 2))
     torch.testing.assert_close(short.final_latents, full.final_latents, rtol=0, atol=1e-6)
 

@@ -55,14 +55,15 @@ def test_windows_that_do_not_fit_their_steps_are_refused(steps: tuple[int, ...],
         windows(steps, window)
 
 
-def test_tails_lead_from_every_level_to_zero_in_steps_of_equal_unshifted_time() -> None:
-    tails, sigmas = tail_levels(8, 3.0, 4), flow_sigmas(8, 3.0)
+def test_tails_lead_from_every_level_to_zero_in_steps_that_grow_a_little() -> None:
+    sigmas = flow_sigmas(8, 3.0)
+    tails = tail_levels(sigmas, 4)
     assert tails.shape == (9, 5) and tails.dtype == torch.float32
     assert torch.equal(tails[:, 0], sigmas) and not tails[:, 4].any() and not tails[8].any()
-    torch.testing.assert_close(tails[0], sigmas[::2], rtol=0, atol=1e-7)
-    torch.testing.assert_close(tails[4], sigmas[4:], rtol=0, atol=1e-7)
+    torch.testing.assert_close(tails[0], torch.tensor([1, 0.783073, 0.554785, 0.307786, 0]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(tails[4], sigmas[4] * tails[0], rtol=0, atol=1e-7)
     with pytest.raises(ValueError, match="tail_steps is 0"):
-        tail_levels(8, 3.0, 0)
+        tail_levels(sigmas, 0)
 
 
 @pytest.mark.parametrize("kind_of_weight", ["none", "inverse_gain", "inverse_delta"])

@@ -28,7 +28,7 @@ WINDOWS = [(1, 2), (2, 3), (1, 2), (3, 4)]
 
 
 def rolled(made: WanPolicy, *, windows=WINDOWS, tail: bool = False, record: bool = True) -> tuple[Samples, list[str]]:
-    tails = tail_levels(6, 3.0, 2) if tail else None
+    tails = tail_levels(SIGMAS, 2) if tail else None
     settings = Sampling(SIGMAS, SDE, seed=3, tails=tails, record=record)
     with Watch() as watch:
         conditioning = made.encode(CONDITIONS)
