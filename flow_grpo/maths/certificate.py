@@ -15,6 +15,7 @@ from torch import Tensor
 from flow_grpo.maths.bootstrap import mean_interval
 
 LEAST_GROUPS = 24
+FEW_GROUPS = 8  # in which a way that falls far short shows it
 LEAST_CORRELATION = 0.9  # of the 5 % bound
 LEAST_ENDS = 0.8
 
@@ -25,6 +26,7 @@ class Certificate:
 
     correlation: float  # Pearson's inside a group, mean over the groups
     low: float  # its 5 % bound, by bootstrap over the groups
+    high: float  # its 95 % bound
     ends: float  # share of the groups' best and worst copies that the other way finds again, or others as good
     groups: int  # in which the exact reward ranges over more than its floor
 
@@ -32,6 +34,11 @@ class Certificate:
     def holds(self) -> bool:
         """Whether the cheaper way may be trained on, as far as enough groups tell."""
         return self.groups >= LEAST_GROUPS and self.low >= LEAST_CORRELATION and self.ends >= LEAST_ENDS
+
+    @property
+    def falls_short(self) -> bool:
+        """Whether it may not, beyond the luck of the groups: one or two odd ones of a few pull the mean far down."""
+        return self.groups >= FEW_GROUPS and self.high < LEAST_CORRELATION
 
 
 def certify(values: Tensor, exact: Tensor, floor: float = 0.0) -> Certificate:
@@ -52,4 +59,4 @@ def certify(values: Tensor, exact: Tensor, floor: float = 0.0) -> Certificate:
         best, worst = true[own.argmax()] >= true.max() - floor, true[own.argmin()] <= true.min() + floor
         ends += [float(best), float(worst)]
     found = mean_interval(correlations, range(len(correlations)), level=0.9)
-    return Certificate(found.mean, found.low, math.fsum(ends) / max(1, len(ends)), len(correlations))
+    return Certificate(found.mean, found.low, found.high, math.fsum(ends) / max(1, len(ends)), len(correlations))

@@ -90,9 +90,9 @@ def window_of(gid: int, blocks: Sequence[tuple[int, ...]], *, seed: int) -> tupl
 def tail_levels(sigmas: Tensor, tail_steps: int) -> Tensor:
     """Return (S+1, m+1) fp32 CPU noise levels: row e leads from sigmas[e] to 0 in m steps.
 
-    sigma_j = sigmas[e] * (1 - j / m)^0.85: nearly equal steps in the noise level, along which the velocity of a sample is
-    nearly linear, the last a little longer. Steps of the shifted schedule, here few, would leave half of the level
-    to the last one. At the same number of calls these rank copies better: docs/learning.md, "Signal of a recipe".
+    sigma_j = sigmas[e] * (1 - j / m)^0.85: nearly equal steps in the noise level, the last a little longer. A few steps
+    of the shifted schedule would leave half of the way to the last one, and rank copies worse: docs/learning.md,
+    "Signal of a recipe, and of its tail".
 
     Raises:
         ValueError: no step.

@@ -28,6 +28,7 @@ SECTIONS = {
     "train": "optimizer steps of the epoch",
     "dyn": "groups, the first three also without dynamic sampling, and [dynamic sampling](dynamic_sampling.md)",
     "eval": "held-out conditions, averaged; step 0 is before training",
+    "tail": "agreement of a short tail with all steps, asked a few times in a run: [learning.md](learning.md)",
     "fixed": "training conditions that stay the same, sampled as training does with the same noise at every evaluation",
     "eval_change": "paired change since before training, see [healthy_run.md](healthy_run.md)",
     "eval_floor": "the same estimator on codec reconstructions of the true videos: no policy can be expected below it",
@@ -328,6 +329,14 @@ _EVAL = (
     Metric("eval/<name>_valid", "conditions that have a value, recorded where some have none", "share", (0.9, 1.0)),
 )
 _EVAL_OTHERS = (
+    Metric("tail/<reward>_low", "the 5 % bound of that mean"),
+    Metric(
+        "tail/<reward>",
+        "correlation of a reward inside a group, mean over the last groups asked",
+        "",
+        (0.9, 1.0),
+        "raise `sample.tail_steps`; where it is below beyond doubt, the run goes on with all steps",
+    ),
     Metric("fixed/<reward>_start", "the same mean when it was first measured so: before training"),
     Metric("fixed/<reward>", "mean of a reward; beside `_start` it is what was learned, without the luck of an epoch"),
     Metric(
@@ -366,8 +375,8 @@ _TIME = (
     ),
     Metric(
         "time/<phase>_s",
-        "a phase of the epoch: `fetch`, `encode`, `rollout`, `score`, `gather`, `update`, and `other` for what is in "
-        "none; they add up to the epoch's",
+        "a phase of the epoch: `fetch`, `encode`, `rollout`, `score`, `gather`, `tail_check`, `update`, and `other` "
+        "for what is in none; they add up to the epoch's",
         "s",
     ),
 )
@@ -376,6 +385,7 @@ _SYSTEM = (
     Metric("system/forward_equivalents", "transformer work so far, a forward of one sample is 1", "forwards"),
     Metric("system/forward_equivalents_per_sample", "transformer work of the epoch by sample", "forwards"),
     Metric("system/fixed_forward_equivalents", "of sampling the fixed conditions once, not in those above", "forwards"),
+    Metric("system/tail_forward_equivalents", "of asking about the short tail, not in those above", "forwards"),
     Metric("system/tflops_per_device", "transformer operations a second, without recomputation", "TFLOP/s"),
     Metric("system/mfu", "transformer operations over the device's rate (`device_tflops`, else measured)", "share"),
     Metric("system/memory_<kind>_gib", "memory of rank 0: `allocated`, `peak`, `reserved`, `total`", "GiB"),

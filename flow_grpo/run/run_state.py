@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flow_grpo.algorithm.rollout.tail_check import TailRecord
 from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.splits import Split
@@ -49,6 +50,7 @@ class RunState:
     # Reward -> mean on the fixed training conditions when these were first sampled as they are now, see `fixed_on`.
     fixed: dict[str, float] = dataclasses.field(default_factory=dict)
     fixed_on: str = ""  # fingerprint of what they and their samples depend on besides the weights
+    tail: TailRecord = dataclasses.field(default_factory=TailRecord)
     broken: str = ""  # the rule of `train.stop_if` that holds after the last epoch, in words
     # One number for each of the last epochs with dynamic sampling, 1 where the pool fell short.
     shortages: list[int] = dataclasses.field(default_factory=list)
@@ -67,6 +69,7 @@ class RunState:
             "measured_on": self.measured_on,
             "fixed": self.fixed,
             "fixed_on": self.fixed_on,
+            "tail": vars(self.tail),
             "broken": self.broken,
             "shortages": self.shortages,
             "bad_steps": self.history.bad_steps,
@@ -133,7 +136,7 @@ class RunState:
         rows, self.measured_on = state.get("before_rows"), state.get("measured_on", {})
         self.table_before = None if rows is None else Table.of_rows(rows)
         self.fixed, self.fixed_on = state.get("fixed", {}), state.get("fixed_on", "")
-        self.broken = state.get("broken", "")
+        self.tail, self.broken = TailRecord(**state.get("tail", {})), state.get("broken", "")
         self.floor, self.forward_equivalents = state.get("floor", {}), state.get("forward_equivalents", 0.0)
         self.history = UpdateHistory(
             taken=state.get("steps_taken", 0),

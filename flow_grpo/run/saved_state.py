@@ -61,6 +61,14 @@ class Position(TypedDict):
     batch_size: Count
 
 
+class Tail(TypedDict):
+    """What a run knows of its short tail, see `TailRecord`."""
+
+    on: StrictStr
+    forwards: StrictFloat
+    values: Weights
+
+
 class Shared(TypedDict):
     """What is the same on every rank; what is not required was added later."""
 
@@ -74,6 +82,7 @@ class Shared(TypedDict):
     measured_on: NotRequired[dict[StrictStr, StrictStr | StrictFloat | StrictInt]]
     fixed: NotRequired[Numbers]
     fixed_on: NotRequired[StrictStr]
+    tail: NotRequired[Tail]
     broken: NotRequired[StrictStr]
     forward_equivalents: NotRequired[StrictFloat]
     bad_steps: NotRequired[list[StrictStr]]

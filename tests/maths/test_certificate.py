@@ -55,5 +55,13 @@ def test_flat_groups_are_left_out_and_a_way_that_makes_all_copies_equal_agrees_i
     [({}, True), ({"low": 0.89}, False), ({"ends": 0.79}, False), ({"groups": LEAST_GROUPS - 1}, False)],
 )
 def test_a_certificate_holds_by_its_bound_its_ends_and_enough_groups(change, holds) -> None:
-    numbers = {"correlation": 0.95, "low": 0.9, "ends": 0.8, "groups": LEAST_GROUPS}
+    numbers = {"correlation": 0.95, "low": 0.9, "high": 0.97, "ends": 0.8, "groups": LEAST_GROUPS}
     assert Certificate(**numbers | change).holds == holds
+
+
+@pytest.mark.parametrize(("odd", "groups", "short"), [(0, 8, False), (2, 8, False), (6, 8, True), (6, 7, False)])
+def test_a_way_falls_short_where_most_of_a_few_groups_say_so(odd, groups, short) -> None:
+    exact = rewards(groups)
+    other = exact.clone()
+    other[:odd] = rewards(groups, seed=1)[:odd]
+    assert certify(other, exact).falls_short == short

@@ -106,7 +106,7 @@ def rollout(
             states.append(latents)
             log_probs.append(log_prob(latents, gaussian))
     if columns:
-        latents = _tail(policy, latents, conditioning, steps[:, -1] + 1, sampling)
+        latents = tail(policy, latents, conditioning, steps[:, -1] + 1, sampling)
     return Samples(
         keys=torch.tensor([[c.gid, c.slot, c.index] for c in conditions], dtype=torch.int64),
         noise_ids=torch.tensor([[_hash(a), _hash(b if columns else a)] for a, b in zip(initial, noise, strict=True)]),
@@ -152,7 +152,7 @@ def prefix(policy: Policy, latents: Tensor, conditioning: Conditioning, steps: T
     return _euler(policy, latents, conditioning, levels, counts, sampling.calls and sampling.calls[0])
 
 
-def _tail(policy: Policy, latents: Tensor, conditioning: Conditioning, starts: Tensor, sampling: Sampling) -> Tensor:
+def tail(policy: Policy, latents: Tensor, conditioning: Conditioning, starts: Tensor, sampling: Sampling) -> Tensor:
     """Return clean latents of samples at noise levels `sigmas[starts]`, starts (B,)."""
     if sampling.tails is not None:
         return _second_order(policy, latents, conditioning, sampling.tails[starts])

@@ -19,7 +19,7 @@ from flow_grpo.preflight.doctor.epoch import examine_epoch
 from flow_grpo.preflight.doctor.findings import Finding, as_table, failed, finding, merge_over_ranks, summary
 from flow_grpo.preflight.doctor.machine import examine_machine
 from flow_grpo.preflight.doctor.probe import examine_probe
-from flow_grpo.preflight.doctor.rewards import examine_rewards, examine_signal
+from flow_grpo.preflight.doctor.rewards import examine_rewards, examine_signal, examine_tail
 from flow_grpo.preflight.doctor.schedule import examine_schedule, trained_steps
 from flow_grpo.preflight.doctor.weights import examine_weights
 from flow_grpo.run.trainer import Trainer
@@ -40,12 +40,13 @@ WAY_OUT = "training itself would stop here: fix what the message names"
 def full(updates_per_epoch: int) -> Mapping[str, Check]:
     """Return the full list, of a recipe with so many updates, for a trainer with one update per epoch.
 
-    Its last check restores weights, optimizer state and EMA. The sampler has then advanced by an epoch.
+    Its last check restores weights, optimizer state and EMA. The sampler has then advanced.
     """
     return {
         "rollout": functools.partial(examine_probe, batch_sizes=(1, 2)),
         "rewards": examine_rewards,
         "signal": examine_signal,
+        "tail": examine_tail,
         "epoch": functools.partial(examine_epoch, updates_per_epoch=updates_per_epoch),
     }
 

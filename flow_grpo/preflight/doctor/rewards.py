@@ -8,13 +8,16 @@ signs.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from flow_grpo.algorithm.groups import compare
+from flow_grpo.algorithm.rollout.tail_check import TailRecord, finish_by_all_steps, in_words
 from flow_grpo.judging.reward_signal import Signal, measure_signal
+from flow_grpo.maths.certificate import FEW_GROUPS
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.reward_rules import gate
 from flow_grpo.preflight.doctor.findings import Finding, finding
@@ -22,7 +25,7 @@ from flow_grpo.preflight.doctor.probe import planned_keys
 from flow_grpo.records import Condition
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.run.trainer import Trainer
-from flow_grpo.settings.checks import largest_weights
+from flow_grpo.settings.checks import largest_weights, trained_rewards
 from flow_grpo.settings.objectives import traits_of
 from flow_grpo.settings.schema import RewardConfig
 
@@ -149,6 +152,25 @@ def examine_signal(trainer: Trainer) -> Iterator[Finding]:
     else:
         objective = trainer.config.train.objective
         yield finding("signal", f"train.objective={objective!r} learns from whole samples: all of the spread counts")
+
+
+def examine_tail(trainer: Trainer) -> Iterator[Finding]:
+    """Check on a few groups that a short tail ranks copies as all steps of the schedule do."""
+    collector, sample = trainer.collector, trainer.config.sample
+    if collector.sampling.tails is None:
+        return
+    record, groups = TailRecord(), sample.train_batch_size * trainer.world.data.size // sample.k
+    for _ in range(math.ceil(FEW_GROUPS / groups)):
+        record.add(finish_by_all_steps(collector, trainer.sample()[0], trainer.device))
+    found = record.certificates(collector.rewards.floors, trained_rewards(trainer.config))
+    warn = "copies are ranked otherwise than by all steps: a run would go on with those; raise sample.tail_steps, see "
+    warn += "tools/measure_signal.py --tails"
+    short = any(own.falls_short for own in found.values())
+    yield finding(
+        "tail",
+        f"sample.tail_steps={sample.tail_steps} agrees with all steps: {in_words(found)}",
+        warn=warn if short else "",
+    )
 
 
 def check_signal(signal: Signal) -> Finding:
