@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.maths.certificate import certify
+from flow_grpo.judging.evaluate import held_out_indices
 from flow_grpo.judging.reward_signal import measure_signal, sample_group
 from flow_grpo.maths.schedule import tail_levels
 from flow_grpo.preflight.doctor.epoch import log_ratio_of_one_update
@@ -51,6 +52,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, recipe=True)
     parser.add_argument("--groups", type=int, default=4, help="groups sampled on every rank, for each kind of noise")
     parser.add_argument("--tails", type=int, nargs="+", default=[], metavar="STEPS", help="tails to compare")
+    words_of_against = "compare with so many second-order steps in place of all of the schedule; 32 are the ODE"
+    parser.add_argument("--against", type=int, default=0, metavar="STEPS", help=words_of_against)
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     asked, overrides = parser.parse_known_args(words)
     world = None
@@ -61,7 +64,7 @@ def main(words: Sequence[str] | None = None) -> int:
         with world.broadcast_failure(), tempfile.TemporaryDirectory(prefix="flow_grpo_signal_") as folder:
             try:
                 trainer = assemble(dataclasses.replace(config, output_root=folder), spec, device, world)
-                found = measure(trainer, asked.groups) | {"tails": compare_tails(trainer, asked.groups, asked.tails)}
+                found = measure(trainer, asked.groups) | {"tails": compare_tails(trainer, asked)}
                 trainer.tracker.close()
             except ValueError as error:  # every rank raised it: the peers need not be told
                 return refuse(error, world)
@@ -85,20 +88,22 @@ def measure(trainer: Trainer, groups: int) -> dict[str, Any]:
     return {"rewards": rewards, "steps": steps, "log_ratio_over_clip_range": moved}
 
 
-def compare_tails(trainer: Trainer, groups: int, tails: Sequence[int]) -> list[dict[str, Any]]:
+def compare_tails(trainer: Trainer, asked: argparse.Namespace) -> list[dict[str, Any]]:
     """Return rewards of the same samples finished by tails of several lengths; collective call.
 
-    One entry per reward and way: its mean over `groups` groups a rank, that with all steps of the schedule, and how far
-    the two rank copies alike.
+    One entry per reward and way: its mean over `asked.groups` groups a rank, of as many scenes as there are, that of
+    the reference, and how far the two rank copies alike.
     """
+    groups, reference = asked.groups, (asked.against, 0.0)
     collector, data, world = trainer.collector, trainer.training_data, trainer.world
     floors = collector.rewards.floors
     found: dict[tuple[int, float], dict[str, Tensor]] = {}
-    for tail, noise in ((0, 0.0), *((tail, 0.0) for tail in tails), *((0, noise) for noise in NOISES)) if tails else ():
+    gids = held_out_indices(data, groups * world.data.size)[world.data.rank * groups :][:groups] if asked.tails else []
+    controls = [(asked.against, noise) for noise in NOISES]
+    for tail, noise in [reference, *((tail, 0.0) for tail in asked.tails), *controls] if asked.tails else []:
         levels = tail_levels(collector.sampling.sigmas, tail) if tail else None
         sampling = dataclasses.replace(collector.sampling, tails=levels, record=False)
-        first = world.data.rank * groups
-        parts = [sample_group(collector, data, sampling, gid, noise) for gid in range(first, first + groups)]
+        parts = [sample_group(collector, data, sampling, gid, noise) for gid in gids]
         own = {name: world.data.all_gather(torch.stack([one[name] for one in parts])) for name in parts[0]}
         found[tail, noise] = own
     return [
@@ -107,12 +112,12 @@ def compare_tails(trainer: Trainer, groups: int, tails: Sequence[int]) -> list[d
             "tail_steps": tail,
             "noise": noise,
             "mean": float(values.nanmean()),
-            "mean_of_all_steps": float(found[0, 0.0][name].nanmean()),
-            **dataclasses.asdict(certificate := certify(values, found[0, 0.0][name], floors[name])),
+            "mean_of_reference": float(found[reference][name].nanmean()),
+            **dataclasses.asdict(certificate := certify(values, found[reference][name], floors[name])),
             "holds": certificate.holds,
         }
         for (tail, noise), rewards in found.items()
-        if tail or noise
+        if (tail, noise) != reference
         for name, values in rewards.items()
     ]
 
@@ -134,13 +139,14 @@ def show(found: dict[str, Any], asked: argparse.Namespace) -> None:
         moved = found["log_ratio_over_clip_range"]
         print(f"\none update moves the log-ratio by {moved:.2g} x train.clip_range (root mean square)")
     if found["tails"]:
-        head = ["reward", "tail", "mean", "with all steps", "correlation in a group", "5 % bound"]
+        against = f"with {asked.against} steps" if asked.against else "with all steps"
+        head = ["reward", "tail", "mean", against, "correlation in a group", "5 % bound"]
         head += ["best and worst found", "groups", "holds"]
         rows = [
             [
                 row["reward"],
-                str(row["tail_steps"] or f"all, noise {row['noise']:g}"),
-                *cells(row, ".4g", "mean", "mean_of_all_steps"),
+                f"{row['tail_steps'] or 'all'}" + (f", noise {row['noise']:g}" if row["noise"] else ""),
+                *cells(row, ".4g", "mean", "mean_of_reference"),
                 *cells(row, ".3f", "correlation", "low", "ends"),
                 str(row["groups"]),
                 "yes" if row["holds"] else "no",

@@ -21,8 +21,8 @@ def test_the_tool_prints_spreads_steps_and_what_a_short_tail_changes(one_batch, 
     assert [step["step"] for step in found["steps"]] == [0, 1, 2, 3, 4, 5]
     one, eight, *controls = found["tails"]
     assert (one["tail_steps"], eight["tail_steps"]) == (1, 8)
-    assert one["mean_of_all_steps"] == eight["mean_of_all_steps"]
-    assert abs(eight["mean"] - eight["mean_of_all_steps"]) < abs(one["mean"] - one["mean_of_all_steps"])
+    assert one["mean_of_reference"] == eight["mean_of_reference"]
+    assert abs(eight["mean"] - eight["mean_of_reference"]) < abs(one["mean"] - one["mean_of_reference"])
     assert eight["correlation"] > 0.9 and eight["groups"] == 2 and not eight["holds"]  # of 24
     assert [row["noise"] for row in controls] == [0.03, 0.06, 0.1]
     assert controls[0]["correlation"] > controls[2]["correlation"]
