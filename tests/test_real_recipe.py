@@ -109,6 +109,7 @@ def bear_witness() -> None:
     spy(examine, "run_checks", lambda *_: None, during="doctor")
     spy(Trainer, "sample", on_sample, during="sample")
     spy(Trainer, "gather", on_gather)
+    spy(Trainer, "check_tail", lambda *_: None, during="tail check")
     spy(Trainer, "compare", on_compare)
     spy(Trainer, "update", on_update, during="update")
     spy(Trainer, "finish", on_finish)
@@ -363,6 +364,9 @@ def test_the_transformer_is_called_as_often_as_the_recipe_says(run):
         chosen = [window_of(gid, blocks, seed=key("signal", recipe.seed)) for gid in gids]
         signal = sum(E.k * (window[0] + own) for window in chosen)  # groups of the signal's measurement
         assert {kind: rows_of(seen["calls"], kind) for kind in expected} == expected
+        first = [window_of(gid, blocks, seed=recipe.seed) for gid in seen["gids"][rank * E.local :][: E.B]]
+        left = sum(recipe.sample.num_steps - 1 - window[-1] for window in first)
+        assert rows_of(seen["calls"], "tail check sampled") == left
         evaluated = rows_of(seen["calls"], "evaluation sampled") - 2 * signal  # before and after
         assert evaluated in (2 * EVAL_STEPS * share, 2 * EVAL_STEPS * (share + 1))
         measured += evaluated // (2 * EVAL_STEPS)

@@ -526,7 +526,8 @@ def test_work_is_counted_as_hooks_on_the_transformer_count_it_and_as_planned(pla
         hook.remove()
     (row,) = [row for row in metrics_of(tmp_path / "run") if "system/forward_equivalents" in row]
     assert rows["backward"] == 2 * 4  # 4 groups, with and without prompt
-    assert row["system/forward_equivalents"] == rows["forward"] + 2 * rows["backward"]
+    work = row["system/forward_equivalents"] + row["system/tail_forward_equivalents"]
+    assert work == rows["forward"] + 2 * rows["backward"]
     config, _ = read_command_line(words(places, tmp_path, **changes))
     planned = make_plan(config, 1, 1e12)
     assert row["system/forward_equivalents_per_sample"] == planned.forward_equivalents_per_sample

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -216,8 +217,9 @@ class Trainer:
         record.forwards += float(spent.sum())
         found = self._certificates()
         self.metrics["system/tail_forward_equivalents"] = float(spent.sum())
-        for name, own in found.items():
-            self.metrics |= {f"tail/{name}": own.correlation, f"tail/{name}_low": own.low}
+        named = {f"tail/{name}": own.correlation for name, own in found.items()}
+        named |= {f"tail/{name}_low": own.low for name, own in found.items()}
+        self.metrics |= {name: value for name, value in named.items() if math.isfinite(value)}
         self.progress.say(f"correlation of the short tail with all steps inside groups: {tail_check.in_words(found)}")
         self._leave_short_tail()
 

@@ -178,7 +178,7 @@ def test_wandb_gets_every_group_with_its_step_axis(tmp_path: Path, wandb: Any, c
     arguments = wandb.init.call_args.kwargs
     assert (arguments["name"], arguments["dir"], arguments["config"]) == ("run", str(tmp_path / "run"), CONFIG)
     axes = {call.args[0]: call.kwargs.get("step_metric") for call in wandb.run.define_metric.call_args_list}
-    epoch_groups = ("reward", "reward_by_camera", "policy", "dyn", "train", "time", "system", "server")
+    epoch_groups = ("reward", "reward_by_camera", "policy", "dyn", "train", "tail", "time", "system", "server")
     assert axes == {
         "train/epoch": None,
         "eval/epoch": None,
