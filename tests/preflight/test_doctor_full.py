@@ -13,7 +13,7 @@ from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.preflight.doctor.epoch import with_signs
 from flow_grpo.preflight.doctor.examine import full, run_checks
-from flow_grpo.preflight.doctor.rewards import examine_rewards, examine_signal
+from flow_grpo.preflight.doctor.rewards import examine_rewards, examine_signal, examine_tail
 from flow_grpo.records import TrainingBatch
 from flow_grpo.rewards.target_view import TargetView
 from flow_grpo.runtime.ranks.process_group import World
@@ -145,6 +145,16 @@ def test_a_reward_that_only_a_schedule_trains_carries_a_signal(places, tmp_path)
     scheduled = {"reward__weights": "target_view=1,exposure=0", "reward__schedules": "exposure=0:0,50:0.01"}
     (found,) = examine_signal(build_trainer(words(places, output_root=tmp_path, **scheduled)))
     assert found.status != "fail" and "exposure spreads" in found.measured
+
+
+def test_a_tail_that_ranks_copies_otherwise_than_all_steps_warns(places, tmp_path, monkeypatch):
+    trainer = build_trainer(words(places, output_root=tmp_path, sample__tail_steps=7))
+    (sound,) = examine_tail(trainer)
+    assert sound.status == "ok" and "exposure 1.00 (1.00 to 1.00, groups: 6)" in sound.measured
+    drawn = torch.randn((8, 2, 4), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    monkeypatch.setattr("flow_grpo.preflight.doctor.rewards.finish_by_all_steps", lambda *_: {"exposure": drawn})
+    (found,) = examine_tail(trainer)
+    assert found.status == "warn" and "raise sample.tail_steps" in found.way_out
 
 
 def test_a_reward_that_cannot_be_measured_is_a_failed_check_with_its_cause(trainer):
