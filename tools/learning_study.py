@@ -59,7 +59,6 @@ class Variant:
 # The demo as it was before this study, every number that its recipe chose.
 TODAY: dict[str, Any] = {
     "num_epochs": 65,
-    "max_minutes": 0,
     "sample.num_steps": 8,
     "sample.sde": "flow",
     "sample.noise_level": 0.7,
@@ -93,7 +92,6 @@ FORWARD = PATH | {
 }
 # The twin's 8 conditions of 4 copies an update, in calls that suit 2 ranks.
 TWIN: dict[str, Any] = {
-    "max_minutes": 0,
     "eval.every": 40,
     "eval.num_conditions": 160,
     "eval.batch_size": 16,
@@ -167,6 +165,7 @@ def train(name: str, seed: int, out: Path, ranks: int) -> bool:
     """Train one variant, or go on with it, and write its record; return whether the run ended well."""
     variant, run = VARIANTS[name], f"{name}_{seed}"
     knobs = {"eval.every": EVERY, "checkpoint.every": EVERY, "eval.signal_groups": 0, "log_videos_every": 0}
+    knobs["max_minutes"] = 0
     knobs |= variant.overrides | {"seed": seed, "run_name": run, "output_root": out, "resume": "auto", "trackers": ""}
     command = [*launcher(ranks), "train_grpo.py", "--config", f"config/grpo.py:{variant.recipe}"]
     command += [f"--config.{knob}={value}" for knob, value in knobs.items()]
