@@ -125,12 +125,17 @@ def tiny_image_encoder(seed: int = 0) -> CLIPVisionModel:
         return CLIPVisionModel(config).eval()
 
 
+def codec_of(vae: AutoencoderKLWan) -> Codec:
+    """Return a codec whose halves are both this network."""
+    return Codec(vae.config, lambda _: vae, "", device=CPU)
+
+
 def tiny_networks(seed: int = 0, *, patch_size: tuple[int, int, int] = (1, 2, 2)) -> Networks:
     """Return the networks in memory."""
     return Networks(
         model=RECAM,
         transformer=tiny_transformer(seed, patch_size=patch_size),
-        codec=Codec.from_network(tiny_vae(seed), device=CPU),
+        codec=codec_of(tiny_vae(seed)),
         texts=TextEncoder(lambda: tiny_text_encoder(seed), tiny_tokenizer, "", width=16, device=CPU),
     )
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flow_grpo.models.encoders.codec import Codec
-from tests.tiny_models import CPU, tiny_vae
+from tests.tiny_models import CPU, codec_of, tiny_vae
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def video(seed: int = 0, rows: int = 16) -> torch.Tensor:
 
 
 def test_halves_from_a_folder_load_alone_and_compute_what_the_whole_network_does(folder, tmp_path):
-    codec, whole = Codec.from_folder(folder, device=CPU), Codec.from_network(tiny_vae(), device=CPU)
+    codec, whole = Codec.from_folder(folder, device=CPU), codec_of(tiny_vae())
     assert codec.loaded == ()
     latents = codec.encode(video())
     assert codec.loaded == ("encoder",) and latents.shape == (4, 2, 4, 6)
@@ -90,7 +90,7 @@ def test_scale_factors_that_the_layers_do_not_have_are_refused():
     vae = tiny_vae()
     vae.register_to_config(scale_factor_spatial=8)
     with pytest.raises(ValueError, match=r"\(4, 8\), its layers compress by \(4, 4\)"):
-        Codec.from_network(vae, device=CPU)
+        codec_of(vae)
 
 
 @pytest.mark.parametrize(

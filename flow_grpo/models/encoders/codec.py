@@ -100,11 +100,6 @@ class Codec:
         dtype = NETWORK_DTYPE[numbers]
         return cls(config, lambda half: _load_half(folder, half, dtype), files_key(folder), numbers=numbers, **settings)
 
-    @classmethod
-    def from_network(cls, vae: AutoencoderKLWan, identity: str = "", **settings: Any) -> Codec:
-        """Return a codec whose halves are both this network."""
-        return cls(vae.config, lambda _: vae, identity, **settings)
-
     @property
     def loaded(self) -> tuple[Half, ...]:
         """The halves in memory."""

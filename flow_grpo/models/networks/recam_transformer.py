@@ -9,7 +9,6 @@ frame, s those of these tokens that are this rank's (all, unless ranks share sam
 from __future__ import annotations
 
 from diffusers.configuration_utils import register_to_config
-from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from einops import rearrange
 from torch import Tensor, nn
@@ -155,8 +154,7 @@ class ReCamTransformer3DModel(VideoToVideoWan):
         timestep: Tensor,
         encoder_hidden_states: Tensor,
         camera: Tensor,
-        return_dict: bool = False,
-    ) -> tuple[Tensor] | Transformer2DModelOutput:
+    ) -> tuple[Tensor]:
         """Predict the velocity of the target latents; nothing is learned about the source's, which is left out.
 
         Args:
@@ -164,7 +162,6 @@ class ReCamTransformer3DModel(VideoToVideoWan):
             timestep: (B,) in 0..1000, shared by all frames of a row.
             encoder_hidden_states: (B, L, text_dim) prompt embeddings.
             camera: (B, F, camera_dim), row-major 3x4 of the relative target pose at each latent frame.
-            return_dict: return diffusers' output dataclass instead of a tuple.
 
         Returns:
             A tuple whose only entry is (B, C, F, H, W).
@@ -184,8 +181,7 @@ class ReCamTransformer3DModel(VideoToVideoWan):
         modulation = rearrange(modulation, "b (six d) -> b six d", six=6)
 
         tokens = self.through_blocks(tokens, text, modulation, positions, camera)
-        output = self.head(tokens, temb, positions.share, grid)
-        return Transformer2DModelOutput(sample=output) if return_dict else (output,)
+        return (self.head(tokens, temb, positions.share, grid),)
 
     def _check_shapes(self, hidden_states: Tensor, timestep: Tensor, camera: Tensor) -> None:
         rows, _, frames = hidden_states.shape[:3]

@@ -113,4 +113,4 @@ def ode(model: nn.Module, latents: Tensor, source: Tensor, cameras: Tensor, text
 def predict(model: nn.Module, latents: Tensor, sigma: Tensor, source: Tensor, cameras: Tensor, text: Tensor) -> Tensor:
     """Return the velocity (B, C, F, H, W) of the target latents."""
     hidden = torch.cat([latents, source], dim=2)
-    return model(hidden, 1000 * sigma, text, cameras, return_dict=False)[0][:, :, : latents.shape[2]]
+    return model(hidden, 1000 * sigma, text, cameras)[0][:, :, : latents.shape[2]]
