@@ -109,11 +109,7 @@ def back(args: argparse.Namespace) -> list[str]:
             f"{ReCamTransformer3DModel.__name__}: {OWN_FOLDER}"
         )
     convert.check_shapes(checkpoint, convert.empty_model(convert.recam_config(config)))
-    state = renaming.apply(checkpoint)
-    # The original code has one dtype throughout.
-    dtypes = convert.target_dtypes(state, DTYPES[args.dtype], keep_fp32=False)
-    write_published(args.out, state, dtypes)
-    return report(state, dtypes, args.out, "camera", is_recam_weight)
+    return write_published(args, renaming.apply(checkpoint), "camera", is_recam_weight)
 
 
 def read_wan(folder: Path) -> tuple[dict[str, Any], bool]:

@@ -93,10 +93,7 @@ def back(args: argparse.Namespace) -> list[str]:
     renaming = convert.plan_renaming(checkpoint, convert.REDIRECTOR, back=True)
     fields = convert.model_fields(config, ReDirectorTransformer3DModel, OWN_FOLDER)
     convert.check_shapes(checkpoint, convert.empty_model(fields, ReDirectorTransformer3DModel))
-    state = renaming.apply(checkpoint)
-    dtypes = convert.target_dtypes(state, DTYPES[args.dtype], keep_fp32=False)  # one dtype throughout, as published
-    write_published(args.out, state, dtypes)
-    return report(state, dtypes, args.out, "phase", lambda name: ".rope_phase_" in name)
+    return write_published(args, renaming.apply(checkpoint), "phase", lambda name: ".rope_phase_" in name)
 
 
 if __name__ == "__main__":

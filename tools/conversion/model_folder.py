@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flow_grpo.models.files import model_files
+from flow_grpo.models.files import convert, model_files
 from flow_grpo.runtime.atomic_file import atomic_path
 from flow_grpo.runtime.checkpoints.state_files import fsync
 from flow_grpo.runtime.json_files import read_json_object
@@ -136,10 +136,15 @@ def write_safetensors(file: Path, state: Mapping[str, Tensor], dtypes: Mapping[s
     fsync(file)
 
 
-def write_published(file: Path, state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
-    with atomic_path(file) as partial:
+def write_published(
+    args: argparse.Namespace, state: Mapping[str, Tensor], special: str, is_special: Callable[[str], bool]
+) -> list[str]:
+    """Write tensors under their published names to the file --out; return the lines to print, see `report`."""
+    dtypes = convert.target_dtypes(state, DTYPES[args.dtype], keep_fp32=False)  # one dtype throughout, as published
+    with atomic_path(args.out) as partial:
         write_safetensors(partial, state, dtypes)
-    fsync(file.absolute().parent)
+    fsync(args.out.absolute().parent)
+    return report(state, dtypes, args.out, special, is_special)
 
 
 def report(
