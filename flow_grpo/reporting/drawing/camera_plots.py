@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from flow_grpo.reporting.drawing.plots import BETTER, Deciding, Direction, worth_a_panel
-from flow_grpo.reporting.drawing.style import BLUE, GREY, new_figure, styled
-from flow_grpo.runtime.atomic_file import atomic_path
+from flow_grpo.reporting.drawing.style import BLUE, GREY, new_figure, save_png, styled
 
 Changes = Mapping[str, Mapping[str, Sequence[float]]]
 """Kind of camera -> `eval/` name -> [mean, low, high] of the paired change, where there is an interval."""
@@ -48,8 +47,7 @@ def draw_cameras(
         draw_bars(axes, cameras, values, own)
         axes.set_title(f"{short}\n{BETTER[direction(name)]}".strip())
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format="png")
+    save_png(figure, path)
 
 
 def draw_bars(

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from flow_grpo.maths.path_errors import LEAST_BASELINE_M, baseline_m
 from flow_grpo.maths.poses import relative
-from flow_grpo.reporting.drawing.style import BLUE, ORANGE, new_figure, styled
-from flow_grpo.runtime.atomic_file import atomic_path
+from flow_grpo.reporting.drawing.style import BLUE, ORANGE, new_figure, save_png, styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,13 +27,10 @@ def draw_paths(commanded: Tensor, estimated: Tensor, path: Path, title: str = ""
 
     The estimate is aligned to the command at its first estimated frame, with the best-fitting scale. For a moving
     camera, camera centres are drawn, in 3D with viewing directions; for one that only rotates, the viewing directions'
-    unit vectors.
+    unit vectors. The file is replaced atomically.
 
-    Args:
-        commanded: (F, 4, 4) camera-to-world in metres.
-        estimated: (F, 4, 4) camera-to-world in any world frame and unit, NaN for frames without an estimate.
-        path: the PNG file, replaced atomically.
-        title: heading.
+    Both are camera-to-world (F, 4, 4), `commanded` in metres, `estimated` in any world frame and unit, NaN for frames
+    without an estimate.
     """
     commanded = relative(commanded[0], commanded)
     turns_only = baseline_m(commanded) < LEAST_BASELINE_M
@@ -65,8 +61,7 @@ def draw_paths(commanded: Tensor, estimated: Tensor, path: Path, title: str = ""
     space.legend(loc="upper left")
     _make_small(space)
     space.zaxis.label.set_fontsize(8)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format="png")
+    save_png(figure, path)
 
 
 def small_paths(commanded: Tensor, estimated: Tensor) -> Figure | None:

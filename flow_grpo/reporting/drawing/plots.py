@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from flow_grpo.reporting.drawing.health_plots import ADVANTAGES, HEALTH
 from flow_grpo.reporting.drawing.series import Rows, points, values_at
-from flow_grpo.reporting.drawing.style import BLUE, CYCLE, GREY, ORANGE, new_figure, round_ticks, styled
+from flow_grpo.reporting.drawing.style import BLUE, CYCLE, GREY, ORANGE, new_figure, round_ticks, save_png, styled
 from flow_grpo.reporting.metric_names import healthy_text, metric_of
-from flow_grpo.runtime.atomic_file import atomic_path
 
 _ACROSS = 4  # panels
 _SMOOTH_FROM = 20  # number of points from which a running mean is drawn
@@ -59,8 +58,7 @@ def draw_curves(
             draw_panel(axes, panel)
             if number == 0:
                 _add_minutes(axes, rows)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format="png")
+    save_png(figure, path)
 
 
 def draw_panel(axes: Any, panel: EpochPlot) -> None:

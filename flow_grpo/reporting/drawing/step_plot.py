@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flow_grpo.reporting.drawing.style import BLUE, GREEN, GREY, ORANGE, new_figure, round_ticks, styled
-from flow_grpo.runtime.atomic_file import atomic_path
+from flow_grpo.reporting.drawing.style import BLUE, GREEN, GREY, ORANGE, new_figure, round_ticks, save_png, styled
 
 
 @styled()
@@ -38,5 +37,4 @@ def draw_steps(sigmas: Sequence[float], steps: Sequence[Mapping[str, float]], pa
         axes.set_xlim(-0.6, total - 0.4)
         axes.xaxis.set_major_locator(round_ticks(integer=True))
         axes.legend(loc="upper right")
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format="png")
+    save_png(figure, path)

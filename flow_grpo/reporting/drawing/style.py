@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import ImageFont
 
+from flow_grpo.runtime.atomic_file import atomic_path
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -72,6 +74,12 @@ def round_ticks(most: int | None = None, **settings: Any) -> MaxNLocator:
     from matplotlib.ticker import MaxNLocator
 
     return MaxNLocator(most, **settings)
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    """Write a figure as a PNG file, replaced atomically."""
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format="png")
 
 
 def as_svg(figure: Figure, name: str) -> str:
