@@ -58,6 +58,7 @@ def bear_witness() -> None:
     from flow_grpo.models.wan_policy import WanPolicy
     from flow_grpo.preflight.doctor import examine
     from flow_grpo.rewards.base import RewardSet
+    from flow_grpo.run import tail_check
     from flow_grpo.run.trainer import Trainer
 
     seen: dict[str, Any] = {"calls": Counter(), "videos": [], "repeated": []}
@@ -109,7 +110,7 @@ def bear_witness() -> None:
     spy(examine, "run_checks", lambda *_: None, during="doctor")
     spy(Trainer, "sample", on_sample, during="sample")
     spy(Trainer, "gather", on_gather)
-    spy(Trainer, "check_tail", lambda *_: None, during="tail check")
+    spy(tail_check, "ask_if_due", lambda *_: None, during="tail check")
     spy(Trainer, "compare", on_compare)
     spy(Trainer, "update", on_update, during="update")
     spy(Trainer, "finish", on_finish)

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flow_grpo.algorithm.rollout.tail_check import TailRecord
 from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.splits import Split
 from flow_grpo.judging.table import Table
 from flow_grpo.models.adapters import Ema, load_trained_state, trained_parameters
 from flow_grpo.run.saved_state import Learned, OfRank, Shared, check_saved
+from flow_grpo.run.tail_check import TailRecord
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints import checkpoint, saving
 from flow_grpo.runtime.checkpoints.moments import load_moments, moments_by_place

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -23,9 +22,7 @@ from flow_grpo.algorithm.groups.metrics import (
     server_metrics,
 )
 from flow_grpo.algorithm.groups.subset import narrow
-from flow_grpo.algorithm.rollout import tail_check
 from flow_grpo.algorithm.rollout.collector import Collector
-from flow_grpo.algorithm.rollout.tail_check import TailRecord
 from flow_grpo.algorithm.update.statistics import check_averaged
 from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.cost.forward_count import ForwardCount
@@ -38,13 +35,13 @@ from flow_grpo.judging.stop_rules import BrokenPolicyError, broken, check_measur
 from flow_grpo.judging.table import means_by_camera
 from flow_grpo.judging.verdict import deciding
 from flow_grpo.maths.bootstrap import Interval, percentiles
-from flow_grpo.maths.certificate import LEAST_CORRELATION, Certificate
 from flow_grpo.maths.keys import key
 from flow_grpo.models.files.adapter_files import save_adapter
 from flow_grpo.records import ScoredBatch, TrainingBatch
 from flow_grpo.reporting.console import Progress
 from flow_grpo.reporting.gallery import Gallery
 from flow_grpo.reporting.tracker import Tracker
+from flow_grpo.run import tail_check
 from flow_grpo.run.conclusion import alarm, conclude, rings
 from flow_grpo.run.run_clock import RunClock
 from flow_grpo.run.run_state import RunState
@@ -97,10 +94,7 @@ class Trainer:
         self._evaluated: tuple[int, Evaluation] | None = None
         self._reward_signal: Signal | None = None
         self._sampler_at_update: dict[str, Any] = self.state.sampler.state_dict()
-        on = str(key("tail", str(self.collector.sampling), *self.collector.rewards.floors))
-        if self.state.tail.on != on:
-            self.state.tail = TailRecord(on)
-        self._leave_short_tail()
+        tail_check.begin(self)
 
     @property
     def reward(self) -> RewardConfig:
@@ -152,7 +146,7 @@ class Trainer:
         """Train for one epoch; its samples are freed on return, before the next epoch samples."""
         batches = self.sample()
         gathered = self.gather(batches)
-        self.check_tail(batches[0])
+        tail_check.ask_if_due(self, batches[0])
         chosen = self.choose(batches, gathered)
         training_batch = self.compare(chosen)
         self.update(training_batch, epoch)
@@ -202,26 +196,6 @@ class Trainer:
             self.metrics |= reward_metrics(gathered, self.reward.weights)
             self.metrics |= rule_metrics(gathered, self.reward) | camera_metrics(gathered, self.cameras)
         return gathered
-
-    def check_tail(self, batch: ScoredBatch) -> None:
-        """Ask, where it is due, whether the short tail ranks copies as all steps do; go on with these where not."""
-        record, sampling = self.state.tail, self.collector.sampling
-        if sampling.tails is None or not sampling.record:
-            return
-        if record.forwards > tail_check.SHARE * self.state.forward_equivalents:
-            return
-        begun, _ = self.forwards.since_mark()
-        with self.clock.epoch.phase("tail_check"):
-            record.add(tail_check.finish_by_all_steps(self.collector, batch, self.device))
-        (spent,) = self.world.data.all_gather_scalars({"own": self.forwards.since_mark()[0] - begun}).values()
-        record.forwards += float(spent.sum())
-        found = self._certificates()
-        self.metrics["system/tail_forward_equivalents"] = float(spent.sum())
-        named = {f"tail/{name}": own.correlation for name, own in found.items()}
-        named |= {f"tail/{name}_low": own.low for name, own in found.items()}
-        self.metrics |= {name: value for name, value in named.items() if math.isfinite(value)}
-        self.progress.say(f"correlation of the short tail with all steps inside groups: {tail_check.in_words(found)}")
-        self._leave_short_tail()
 
     def choose(self, batches: Sequence[ScoredBatch], gathered: Gathered) -> Chosen:
         """Choose the samples to train on: the whole round, or with dynamic sampling the groups that carry a signal."""
@@ -452,19 +426,6 @@ class Trainer:
             raise RankError(f"gathered samples: {error}") from error  # every rank has the same
         compare.check_faults(batches, gathered, self.reward, self.world)
         return gathered
-
-    def _certificates(self) -> dict[str, Certificate]:
-        return self.state.tail.certificates(self.collector.rewards.floors, trained_rewards(self.config))
-
-    def _leave_short_tail(self) -> None:
-        """Sample by all steps from here on, where the short tail was found to rank copies otherwise."""
-        if short := [name for name, own in self._certificates().items() if own.falls_short]:
-            self.collector.sampling = dataclasses.replace(self.collector.sampling, tails=None)
-            self.progress.say(
-                f"sample.tail_steps={self.config.sample.tail_steps} ranks copies otherwise than all steps by "
-                f"{', '.join(short)} (correlation below {LEAST_CORRELATION}): the run goes on with all steps, for more "
-                "forwards; a longer tail may do, see tools/measure_signal.py --tails"
-            )
 
     def changes(self, evaluation: Evaluation) -> dict[str, Interval]:
         """Return the changes since the evaluation before training; none where its table is not known."""

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from flow_grpo.algorithm.rollout import tail_check
-from flow_grpo.algorithm.rollout.tail_check import TailRecord, finish_by_all_steps
 from flow_grpo.maths.schedule import tail_levels
+from flow_grpo.run import tail_check
+from flow_grpo.run.tail_check import TailRecord, finish_by_all_steps
 from flow_grpo.run.trainer import Trainer
 from flow_grpo.runtime.checkpoints import checkpoint
 from flow_grpo.runtime.clock import Clock

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from flow_grpo.algorithm.groups import compare
-from flow_grpo.algorithm.rollout.tail_check import TailRecord, finish_by_all_steps, in_words
 from flow_grpo.judging.reward_signal import Signal, measure_signal
 from flow_grpo.maths.certificate import FEW_GROUPS
 from flow_grpo.maths.keys import generator
@@ -24,8 +23,9 @@ from flow_grpo.preflight.doctor.findings import Finding, finding
 from flow_grpo.preflight.doctor.probe import planned_keys
 from flow_grpo.records import Condition
 from flow_grpo.rewards.base import RewardSet
+from flow_grpo.run.tail_check import TailRecord, finish_by_all_steps, in_words
 from flow_grpo.run.trainer import Trainer
-from flow_grpo.settings.checks import largest_weights, trained_rewards
+from flow_grpo.settings.checks import largest_weights
 from flow_grpo.settings.objectives import traits_of
 from flow_grpo.settings.schema import RewardConfig
 
@@ -162,7 +162,7 @@ def examine_tail(trainer: Trainer) -> Iterator[Finding]:
     record, groups = TailRecord(), sample.train_batch_size * trainer.world.data.size // sample.k
     for _ in range(math.ceil(FEW_GROUPS / groups)):
         record.add(finish_by_all_steps(collector, trainer.sample()[0], trainer.device))
-    found = record.certificates(collector.rewards.floors, trained_rewards(trainer.config))
+    found = record.certificates(trainer)
     warn = "copies are ranked otherwise than by all steps: a run would go on with those; raise sample.tail_steps, see "
     warn += "tools/measure_signal.py --tails"
     message = f"correlation of sample.tail_steps={sample.tail_steps} with all steps inside groups: {in_words(found)}"

@@ -7,7 +7,9 @@ that they had after their stochastic steps, and scored again: the two videos of 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,8 +17,13 @@ from torch import Tensor
 from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.rollout.denoise import tail
 from flow_grpo.algorithm.rollout.scoring import decode, share_results
-from flow_grpo.maths.certificate import Certificate, certify
+from flow_grpo.maths.certificate import LEAST_CORRELATION, Certificate, certify
+from flow_grpo.maths.keys import key
 from flow_grpo.records import ScoredBatch
+from flow_grpo.settings.checks import trained_rewards
+
+if TYPE_CHECKING:
+    from flow_grpo.run.trainer import Trainer
 
 SHARE = 0.008  # of the forwards so far, before it is asked again: with the first time, below 1 % of a run's
 KEPT = 48  # groups, the last ones: the weights change
@@ -35,13 +42,50 @@ class TailRecord:
         for name, new in values.items():
             self.values[name] = torch.cat([self.values.get(name, new[:0]), new])[-KEPT:]
 
-    def certificates(self, floors: Mapping[str, float], names: Sequence[str]) -> dict[str, Certificate]:
-        """Return how far the tail agrees with all steps, by those of the rewards `names` that were measured."""
-        return {
-            name: certify(self.values[name][:, 0], self.values[name][:, 1], floors[name])
-            for name in names
-            if name in self.values
-        }
+    def certificates(self, trainer: Trainer) -> dict[str, Certificate]:
+        """Return how far the tail agrees with all steps, by trained reward."""
+        names, floors = trained_rewards(trainer.config), trainer.collector.rewards.floors
+        return {name: certify(own[:, 0], own[:, 1], floors[name]) for name, own in self.values.items() if name in names}
+
+
+def begin(trainer: Trainer) -> None:
+    """Forget what was found with other settings; leave a tail that was found to rank copies otherwise."""
+    on = str(key("tail", str(trainer.collector.sampling), *trainer.collector.rewards.floors))
+    if trainer.state.tail.on != on:
+        trainer.state.tail = TailRecord(on)
+    _leave_if_short(trainer)
+
+
+def ask_if_due(trainer: Trainer, batch: ScoredBatch) -> None:
+    """Ask, in an epoch whose first record is `batch`, and go on with all steps if the tail ranks copies otherwise."""
+    record, sampling, world = trainer.state.tail, trainer.collector.sampling, trainer.world
+    if sampling.tails is None or not sampling.record:
+        return
+    if record.forwards > SHARE * trainer.state.forward_equivalents:
+        return
+    begun, _ = trainer.forwards.since_mark()
+    with trainer.clock.epoch.phase("tail_check"):
+        record.add(finish_by_all_steps(trainer.collector, batch, trainer.device))
+    (spent,) = world.data.all_gather_scalars({"own": trainer.forwards.since_mark()[0] - begun}).values()
+    record.forwards += float(spent.sum())
+    found = record.certificates(trainer)
+    trainer.progress.say(f"correlation of the short tail with all steps inside groups: {in_words(found)}")
+    metrics = {f"tail/{name}": own.correlation for name, own in found.items()}
+    metrics |= {f"tail/{name}_low": own.low for name, own in found.items()}
+    trainer.metrics["system/tail_forward_equivalents"] = float(spent.sum())
+    trainer.metrics |= {name: value for name, value in metrics.items() if math.isfinite(value)}
+    _leave_if_short(trainer)
+
+
+def _leave_if_short(trainer: Trainer) -> None:
+    short = [name for name, own in trainer.state.tail.certificates(trainer).items() if own.falls_short]
+    if short:
+        trainer.collector.sampling = dataclasses.replace(trainer.collector.sampling, tails=None)
+        trainer.progress.say(
+            f"sample.tail_steps={trainer.config.sample.tail_steps} ranks copies otherwise than all steps by "
+            f"{', '.join(short)} (correlation below {LEAST_CORRELATION}): the run goes on with all steps, for more "
+            "forwards; a longer tail may do, see tools/measure_signal.py --tails"
+        )
 
 
 def in_words(found: Mapping[str, Certificate]) -> str:
