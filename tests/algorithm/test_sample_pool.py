@@ -16,11 +16,11 @@ from tests.workers import run_ranks
 
 def test_samples_of_several_rounds_come_out_in_the_order_of_the_placement():
     rounds = Rounds(World(), kinds_of([4, 4], 4), local=16)
-    pool = SamplePool(16, World())
+    pool = SamplePool(World())
     for number, wanted in enumerate((range(16), {18, 22, 26, 30})):
         batches, gathered = rounds.draw(number)
         pool.add(everything(batches, gathered, World()), wanted)
-    placement = place([0, 4, 8, 12, 18, 22, 26, 30], per_round=16, world_size=1)
+    placement = place([0, 4, 8, 12, 18, 22, 26, 30], pool.rank_of, 1)
     chosen, moved = pool.take(placement)
     assert moved == 0
     # Slot-major rows of 4 groups: row 4 s + j is copy s of group j.
@@ -32,14 +32,14 @@ def test_samples_of_several_rounds_come_out_in_the_order_of_the_placement():
 def test_a_part_of_a_round_does_not_keep_the_whole_in_memory_and_a_sample_that_is_taken_twice_is_held_once():
     rounds = Rounds(World(), kinds_of([4], 4), local=16)
     batches, gathered = rounds.draw(0)
-    pool = SamplePool(16, World())
+    pool = SamplePool(World())
     pool.add(everything(batches, gathered, World()), {0, 4})
     ((kept, _), _) = pool._held.values()
     whole = batches[0].samples.trajectory.states
     assert kept.trajectory.states.untyped_storage().nbytes() == 2 * whole[0].nbytes
-    pool = SamplePool(16, World())
+    pool = SamplePool(World())
     pool.add(everything(batches, gathered, World()), range(16))
-    chosen, _ = pool.take(place([0, 4, 8, 12, 0, 4, 8, 12], per_round=16, world_size=1))
+    chosen, _ = pool.take(place([0, 4, 8, 12, 0, 4, 8, 12], pool.rank_of, 1))
     assert rows_by_position(chosen) == dict(enumerate([(0, slot) for slot in range(4) for _ in range(2)]))
     assert chosen.parts == (batches[0].samples,)
 
@@ -50,7 +50,7 @@ MEBIBYTE = 2**20
 def _move_large_samples(world: World, local: int, mebibytes: int) -> tuple[float, float, int]:
     """Return how much memory the move of two samples took at most, and what the samples of a rank and round hold."""
     rounds = Rounds(world, kinds_of([3, 3], world.data.size * local // 4), local=local, layout="contiguous")
-    pool = SamplePool(local, world)
+    pool = SamplePool(world)
     for number in range(2):
         (batch,), gathered = rounds.draw(number)
         samples = batch.samples
@@ -68,7 +68,7 @@ def _move_large_samples(world: World, local: int, mebibytes: int) -> tuple[float
         del states, large, samples, batch
     groups = [tuple(range(4 * j, 4 * j + 4)) for j in range(world.data.size - 1)]
     groups.append(tuple(range(per_round, per_round + 4)))
-    placement = place([row for rows in groups for row in rows], per_round=per_round, world_size=world.data.size)
+    placement = place([row for rows in groups for row in rows], pool.rank_of, world.data.size)
     before = resident_mib()
     chosen, moved = pool.take(placement)
     after = peak_mib()

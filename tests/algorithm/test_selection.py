@@ -10,6 +10,7 @@ from flow_grpo.algorithm.groups.selection import Decision, Rules, SampleGroup, S
 
 WORLD, LOCAL, K = 4, 16, 4
 TARGET = WORLD * LOCAL
+RANK_OF = [row % TARGET // LOCAL for row in range(2 * TARGET)]  # of two rounds
 
 
 def rules(policy="fallback_original", target=TARGET, k=K, max_resample_times=3) -> Rules:
@@ -104,13 +105,13 @@ def test_raise_says_how_many_are_missing_and_what_to_do():
 
 
 def test_62_rows_are_dealt_16_16_15_15_and_cover_the_pool_once():
-    placed = place(range(62), per_round=TARGET, world_size=WORLD)
+    placed = place(range(62), RANK_OF, WORLD)
     assert [len(rows) for rows in placed.rows] == [16, 16, 15, 15]
     assert sorted(row for rows in placed.rows for row in rows) == list(range(62))
 
 
 def test_every_rank_owns_its_slice_of_the_placed_pool():
-    placed = place(range(TARGET), per_round=TARGET, world_size=WORLD)
+    placed = place(range(TARGET), RANK_OF, WORLD)
     assert placed.rows == tuple(tuple(range(r * LOCAL, (r + 1) * LOCAL)) for r in range(WORLD))
     assert placed.moves == ()
 
@@ -118,14 +119,14 @@ def test_every_rank_owns_its_slice_of_the_placed_pool():
 def test_only_the_surplus_moves():
     """14 of 16 groups are valid in the first round and two more in the second; each lies on one rank."""
     groups = [tuple(range(4 * j, 4 * j + 4)) for j in (*range(14), 16, 17)]
-    placed = place([row for rows in groups for row in rows], per_round=TARGET, world_size=WORLD)
+    placed = place([row for rows in groups for row in rows], RANK_OF, WORLD)
     assert [len(own) for own in placed.rows] == [16] * 4
     assert placed.moves == tuple((row, 0, 3) for row in range(64, 72))
 
 
 def test_nothing_moves_where_every_rank_holds_a_copy_of_every_group():
     groups = [g for g in (*a_round(0, 56), *a_round(1, 8)) if g.kind == "valid"]
-    placed = place([row for group in groups for row in group.rows], per_round=TARGET, world_size=WORLD)
+    placed = place([row for group in groups for row in group.rows], RANK_OF, WORLD)
     assert placed.moves == ()
 
 
@@ -146,7 +147,9 @@ def test_any_pattern_of_validity_gives_equal_sizes_whole_groups_and_no_duplicate
         assert decision.action in ("use", "original")
         if decision.action == "original":
             continue
-        placed = place([r for g in decision.groups for r in g.rows], per_round=target, world_size=world)
+        placed = place(
+            [r for g in decision.groups for r in g.rows], [row % target // local for row in range(4 * target)], world
+        )
         sizes = [len(rows) for rows in placed.rows]
         assert max(sizes) - min(sizes) <= (1 if policy == "rebalance" else 0)
         if policy != "rebalance":

@@ -13,6 +13,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.compare import Chosen, Gathered
@@ -33,25 +34,15 @@ SampleRound = Callable[[int], tuple[Sequence[ScoredBatch], Gathered]]
 
 @dataclasses.dataclass(frozen=True)
 class DynamicSampling:
-    """Chooses what an epoch trains on, on one rank; every rank must make the same calls.
-
-    Attributes:
-        config: the knobs of `dynamic_sampling`.
-        floors: reward name -> range below which a group is flat in it.
-        k: group size.
-        local: samples of a rank and round.
-        seed: seed of the run.
-        world: who takes part.
-        say: prints a line of this rank.
-    """
+    """Chooses what an epoch trains on, on one rank; every rank must make the same calls."""
 
     config: DynamicSamplingConfig
-    floors: Mapping[str, float]
+    floors: Mapping[str, float]  # reward name -> range below which a group is flat in it
     k: int
-    local: int
+    local: int  # samples of a rank and round
     seed: int
     world: World
-    say: Callable[[str], None]
+    say: Callable[[str], None]  # prints a line of this rank
 
     def __post_init__(self) -> None:
         assert self.rules  # refuses a target that is no multiple of k before anything is sampled
@@ -91,16 +82,17 @@ class DynamicSampling:
         with self.world.sync_errors("choosing"):
             chosen = compare.everything(batches, gathered, self.world)
             groups = [self.groups(chosen, 0, reward)]
-            pool = SamplePool(chosen.table.shape[1], self.world)
+            pool = SamplePool(self.world)
             pool.add(chosen, {row for group in groups[0] for row in group.rows})
         decision = self._fill(pool, groups, sample_round, reward)
         moves = {"dyn/moved_samples": 0.0, "dyn/moved_bytes": 0.0}
         if decision.action == "original":
             self._say_fallback(decision, groups)
         else:
-            placement = self._place(decision.groups, chosen)
+            rows, first = ([row for group in some for row in group.rows] for some in (decision.groups, groups[0]))
+            placement = place(rows, pool.rank_of, self.world.data.size)
             self._say_use(decision, placement, len(groups) - 1)
-            if placement != self._place(groups[0], chosen):  # not simply the first round
+            if sorted(rows) != sorted(first):  # not simply the first round
                 chosen, moved_bytes = pool.take(placement)
                 moved = len(placement.moves) * self.k // len(decision.groups[0].rows)
                 moves = {"dyn/moved_samples": float(moved), "dyn/moved_bytes": float(moved_bytes)}
@@ -113,17 +105,13 @@ class DynamicSampling:
 
     def groups(self, whole: Chosen, number: int, reward: RewardConfig) -> tuple[SampleGroup, ...]:
         """Return the groups of a whole round by their signal in the weighted rewards or `dynamic_sampling.metric`."""
-        gathered, local = whole.gathered, whole.table.shape[1]
+        gathered, order = whole.gathered, [*chain(*whole.placement)]
         judged = compare.advantages(gathered, reward, k=self.k, floors=self.floors)
         flat, incomplete = judged.flat, judged.incomplete
         if self.config.metric:
             named = compare.advantages(gathered, reward, k=self.k, floors=self.floors, metric=self.config.metric)
             flat, incomplete = named.flat, incomplete | named.incomplete
-        pool_row = {
-            row: (number * self.world.data.size + rank) * local + position
-            for rank, rows in enumerate(whole.placement)
-            for position, row in enumerate(rows)
-        }
+        pool_row = {row: number * len(order) + position for position, row in enumerate(order)}
         return groups_of(gathered.gids, gathered.slots, flat=flat, incomplete=incomplete, pool_row=pool_row)
 
     def _fill(
@@ -150,11 +138,6 @@ class DynamicSampling:
             decision = decide(groups, self.rules)
             self._every("SYNC", f"After resample #{number}, global_pool={self._progress(decision)}")
         return decision
-
-    def _place(self, groups: Sequence[SampleGroup], whole: Chosen) -> Placement:
-        ranks = self.world.data.size
-        rows = [row for group in groups for row in group.rows]
-        return place(rows, per_round=whole.table.shape[1] * ranks, world_size=ranks)
 
     def _remember(self, decision: Decision, reward: RewardConfig, shortages: list[int]) -> None:
         """Record whether the pool fell short, and warn once when shortages become too frequent."""

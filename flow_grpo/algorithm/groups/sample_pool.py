@@ -6,6 +6,7 @@ A pool row names a sample, or a group, over all rounds and ranks, see `selection
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from itertools import chain
 
 import torch
 
@@ -17,32 +18,29 @@ from flow_grpo.runtime.ranks.process_group import World
 
 
 class SamplePool:
-    """Samples of the rounds of an epoch, on one rank.
+    """Samples of the rounds of an epoch, on one rank."""
 
-    Args:
-        local: rows of a rank and round.
-        world: who takes part.
-    """
-
-    def __init__(self, local: int, world: World) -> None:
-        self._local = local
+    def __init__(self, world: World) -> None:
         self._world = world
+        self.rank_of: list[int] = []  # by pool row, who has rolled it out
         self._held: dict[int, tuple[Samples, int]] = {}  # pool row -> record and row in it
         self._gathered: list[Gathered] = []  # per round, all samples
-        self._places: list[Gathered] = []  # per round, a row for every pool row; what is in free ones does not matter
+        self._places: list[Gathered] = []  # per round, a row for every pool row
         self._example: Samples | None = None  # one sample, for a rank that holds none of the wanted ones
 
     def add(self, whole: Chosen, wanted: Container[int]) -> None:
         """Keep the wanted pool rows of a whole round; a part of a record is copied out of it."""
-        first = (len(self._gathered) * self._world.data.size + self._world.data.rank) * self._local
-        places = [row for rows in whole.placement for row in (*rows, *[0] * (self._local - len(rows)))]
+        counts = [len(rows) for rows in whole.placement]
+        here = self._world.data.rank
+        first, table = len(self.rank_of) + sum(counts[:here]), whole.table[:, : counts[here]]
+        self.rank_of += [rank for rank, count in enumerate(counts) for _ in range(count)]
         self._gathered.append(whole.gathered)
-        self._places.append(whole.gathered.rows(torch.tensor(places)))
+        self._places.append(whole.gathered.rows(torch.tensor([*chain(*whole.placement)])))
         self._example = self._example or whole.parts[0].rows(torch.tensor([0]))
         for number, part in enumerate(whole.parts):
-            positions = (whole.table[0] == number).nonzero().flatten().tolist()
+            positions = (table[0] == number).nonzero().flatten().tolist()
             own = [position for position in positions if first + position in wanted]
-            kept, rows = whole.table[1, own].unique(return_inverse=True)
+            kept, rows = table[1, own].unique(return_inverse=True)
             samples = part if len(kept) == len(part) else part.rows(kept)
             self._held |= {first + position: (samples, row) for position, row in zip(own, rows.tolist(), strict=True)}
 

@@ -1,8 +1,7 @@
 """Which groups an epoch trains on, and which rank trains on which of their samples: pure functions.
 
-Letters: W ranks, N samples of a round over all ranks, k copies in a group. A *pool row* names a sample over all rounds:
-round * N + its place among the N gathered samples of its round, which are in rank order. Where the copies of a group
-are trained on together it names a group, and N counts places for groups, equally many on each rank: some may be free.
+Letters: W ranks, N samples of a round over all ranks, k copies in a group. *Pool rows* number the samples of all
+rounds, or groups where their copies are trained on together: round by round, and in a round rank by rank.
 """
 
 from __future__ import annotations
@@ -25,36 +24,22 @@ class ShortageError(RunStoppedError):
 
 @dataclasses.dataclass(frozen=True)
 class SampleGroup:
-    """The k copies of one draw.
-
-    Attributes:
-        gid: its key.
-        rows: its k pool rows, in slot order; one where its copies are trained on together.
-        kind: "valid" | "flat" | "incomplete".
-    """
+    """The k copies of one draw."""
 
     gid: int
-    rows: tuple[int, ...]
-    kind: str
+    rows: tuple[int, ...]  # its k pool rows, in slot order; one where its copies are trained on together
+    kind: str  # "valid" | "flat" | "incomplete"
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """When a pool is full, and the policy when it stays short.
+    """When a pool is full, and the policy when it stays short."""
 
-    Attributes:
-        target: samples an epoch trains on, over all ranks; a multiple of k.
-        k: group size.
-        max_resample_times: most rounds after the first.
-        policy: `dynamic_sampling.policy`.
-        seed: seed of the random choice under "pad".
-    """
-
-    target: int
+    target: int  # samples an epoch trains on, over all ranks; a multiple of k
     k: int
-    max_resample_times: int
-    policy: str
-    seed: int
+    max_resample_times: int  # most rounds after the first
+    policy: str  # `dynamic_sampling.policy`
+    seed: int  # of the random choice under "pad"
 
     def __post_init__(self) -> None:
         if self.target % self.k or self.target < self.k:
@@ -66,19 +51,12 @@ class Rules:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What to do after a round.
+    """What to do after a round."""
 
-    Attributes:
-        action: "more" samples another round, "use" trains on `groups`, "original" on the first round unchanged.
-        valid: samples in valid groups so far, over all ranks; may exceed the target.
-        groups: what to train on; under "pad" a group may occur several times.
-        padded: samples of `groups` that are repetitions or belong to flat or incomplete groups.
-    """
-
-    action: str
-    valid: int
-    groups: tuple[SampleGroup, ...] = ()
-    padded: int = 0
+    action: str  # "more" samples another round, "use" trains on `groups`, "original" on the first round unchanged
+    valid: int  # samples in valid groups so far, over all ranks; may exceed the target
+    groups: tuple[SampleGroup, ...] = ()  # what to train on; under "pad" a group may occur several times
+    padded: int = 0  # samples of `groups` that are repetitions or belong to flat or incomplete groups
 
 
 def groups_of(
@@ -137,32 +115,23 @@ def decide(rounds: Sequence[Sequence[SampleGroup]], rules: Rules) -> Decision:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Which rank trains on which pool rows.
+    """Which rank trains on which pool rows."""
 
-    Attributes:
-        rows: per rank, its pool rows in the order it holds them: its own by rising number, then arrivals.
-        moves: (pool row, from rank, to rank) of every sample that changes rank.
-    """
-
-    rows: tuple[tuple[int, ...], ...]
-    moves: tuple[tuple[int, int, int], ...]
+    rows: tuple[tuple[int, ...], ...]  # per rank, in the order it holds them: its own by rising number, then arrivals
+    moves: tuple[tuple[int, int, int], ...]  # (pool row, from rank, to rank) of every sample that changes rank
 
 
-def place(pool_rows: Sequence[int], *, per_round: int, world_size: int) -> Placement:
+def place(pool_rows: Sequence[int], rank_of: Sequence[int], world_size: int) -> Placement:
     """Return equal shares for all ranks with as few samples moved as possible.
 
-    Rank r gets len(pool_rows) // W samples, the first len(pool_rows) % W ranks one more.
-
-    Args:
-        pool_rows: what to train on; a row may occur several times.
-        per_round: N.
-        world_size: W.
+    Rank r gets len(pool_rows) // W samples, the first len(pool_rows) % W ranks one more. A pool row may occur several
+    times; `rank_of` says by pool row who has it.
     """
     share, more = divmod(len(pool_rows), world_size)
     quota = [share + (rank < more) for rank in range(world_size)]
     own: list[list[int]] = [[] for _ in range(world_size)]
     for row in sorted(pool_rows):
-        own[row % per_round // (per_round // world_size)].append(row)
+        own[rank_of[row]].append(row)
     surplus = [(row, rank) for rank in range(world_size) for row in own[rank][quota[rank] :]]
     holes = [rank for rank in range(world_size) for _ in range(quota[rank] - len(own[rank]))]
     moves = tuple((row, source, target) for (row, source), target in zip(surplus, holes, strict=True))
