@@ -39,8 +39,7 @@ def test_samples_are_offloaded_after_each_rollout_only_with_offload(monkeypatch)
     moved = []
     monkeypatch.setattr(Samples, "to", lambda self, device: (moved.append(device), self)[1])
     for offload in (False, True):
-        sampling = collector(World(), ToyPolicy(), debug=False, train_batch_size=4)
-        sampling.offload = offload
+        sampling = collector(World(), ToyPolicy(), debug=False, train_batch_size=4, offload=offload)
         sampling.collect(Clock(torch.device("cpu")))
         assert moved == (["cpu"] * 2 if offload else [])
 
@@ -102,7 +101,7 @@ def test_the_group_structure_is_printed_by_rank_0_with_debug_only(capsys):
 
 def test_a_batch_s_prompts_are_printed_when_it_is_sampled(capsys):
     sampling = collector(World(), ToyPolicy(), train_batch_size=4)
-    sampling._on_batch = lambda count: print(f"sampled {count}")
+    sampling.on_batch = lambda count: print(f"sampled {count}")
     sampling.collect(Clock(torch.device("cpu")))
     lines = [line.partition("]")[0] for line in capsys.readouterr().out.splitlines()]
     assert lines[:4] == ["sampled 4", "[Batch 0", "sampled 4", "[Batch 1"]

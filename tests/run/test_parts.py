@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.data.splits import held_out_data, multicam_data, training_data, whole_splits
 from flow_grpo.judging.evaluate import eval_guidance, training_guidance
@@ -15,7 +14,7 @@ from flow_grpo.records import Guidance
 from flow_grpo.run import parts as build
 from flow_grpo.runtime.ranks.process_group import Group, World
 from flow_grpo.settings.loading import load_config
-from flow_grpo.settings.sampling import sampling_of
+from flow_grpo.settings.sampling import offloads_rollouts
 
 TINY = "config/grpo.py:tiny_recam"
 
@@ -146,7 +145,7 @@ def test_the_optimizer_has_the_recipe_s_numbers_with_a_learning_rate_for_weights
 )
 def test_remembered_steps_leave_the_device_when_asked_or_needed(world, changes, offload):
     config = settings(world, *changes)
-    assert Collector(None, None, None, sampling_of(config), config, World()).offload == offload
+    assert offloads_rollouts(config) == offload
 
 
 def test_step_weights_follow_guard_and_choice():

@@ -62,39 +62,17 @@ class ConditionStream:
         return tuple(condition for _, condition in items)
 
 
+@dataclasses.dataclass
 class Collector:
-    """Samples rounds on one rank.
+    """Samples rounds on one rank."""
 
-    Args:
-        policy: the model being trained.
-        stream: where conditions come from.
-        rewards: measure the videos.
-        sampling: how samples are denoised.
-        config: the recipe; `sample` and what is printed, kept on the device and scored meanwhile.
-        world: who takes part; rank 0 prints.
-        on_batch: called with the number of samples after every batch, for progress.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        stream: ConditionStream,
-        rewards: RewardSet,
-        sampling: Sampling,
-        config: Config,
-        world: World,
-        *,
-        on_batch: Callable[[int], None] | None = None,
-    ) -> None:
-        self.policy = policy
-        self.stream = stream
-        self.rewards = rewards
-        self.sampling = sampling
-        self.config = config
-        self.offload = offloads_rollouts(config)
-        self.world = world
-        self._prints = config.debug and world.is_main
-        self._on_batch = on_batch
+    policy: Policy
+    stream: ConditionStream
+    rewards: RewardSet
+    sampling: Sampling
+    config: Config
+    world: World
+    on_batch: Callable[[int], None] = lambda _: None  # gets the number of samples after every batch, for progress
 
     def collect(
         self, clock: Clock, sync_errors: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
@@ -181,16 +159,15 @@ class Collector:
             windows = self.sampling.windows(condition.gid for condition in conditions)
             samples = rollout(self.policy, conditions, conditioning, windows, self.sampling, known)
             final_latents = samples.final_latents
-            if self.offload:
+            if offloads_rollouts(self.config):
                 samples = samples.to("cpu")
         queue.add(conditions, final_latents)
-        if self._on_batch is not None:
-            self._on_batch(len(conditions))
+        self.on_batch(len(conditions))
         return samples
 
     def _check(self, batches: Sequence[ScoredBatch]) -> None:
         sample = self.config.sample
-        if self._prints:
+        if self.config.debug:
             sigmas = self.sampling.sigmas
             views = [debug_print.batch_view(batch, sigmas, self.rewards.weights) for batch in batches]
             self._print(debug_print.merged_lines(views, sample.expanded_batch_size, sample.k))
@@ -198,7 +175,7 @@ class Collector:
         assert found == expected, f"this rank holds {found} samples of the epoch, expected {expected}"
 
     def _print(self, lines: Sequence[str]) -> None:
-        if self._prints:
+        if self.config.debug and self.world.is_main:
             debug_print.show(lines)
 
 
@@ -209,10 +186,7 @@ def merge_sizes(
 ) -> list[ScoredBatch]:
     """Return one record per video size, sizes and batches in the order in which they were sampled.
 
-    Args:
-        drawn: positions and conditions of every batch.
-        samples: of every batch.
-        rewards: of every batch.
+    Of every batch, `drawn` has the positions and conditions.
     """
     by_size = group_configs_by_structure([own[0].size for _, own in drawn])
     return [

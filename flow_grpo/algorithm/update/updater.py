@@ -29,58 +29,27 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class UpdatePlan:
-    """The micro-batches of an epoch, by optimizer step.
+    """The micro-batches of an epoch, by optimizer step."""
 
-    Attributes:
-        steps: per optimizer step, the (b,) positions of its micro-batches in the batch.
-        passes: number of passes over all micro-batches, for progress.
-        as_rolled_out: every micro-batch has exactly the rows of one call of the rollout.
-    """
-
-    steps: list[list[Tensor]]
-    passes: int
-    as_rolled_out: bool
+    steps: list[list[Tensor]]  # per optimizer step, the (b,) positions of its micro-batches in the batch
+    passes: int  # over all micro-batches, for progress
+    as_rolled_out: bool  # every micro-batch has exactly the rows of one call of the rollout
 
 
+@dataclasses.dataclass
 class Updater:
-    """Trains on the samples of one epoch.
+    """Trains on the samples of one epoch."""
 
-    Args:
-        policy: its `module` is wrapped for gradient synchronisation when there are several ranks.
-        objective: gives the loss.
-        optimizer: over `policy.trained_parameters()`.
-        config: configuration of the run.
-        world: who takes part.
-        after_step: called after every optimizer step, for example to update a moving average of the weights.
-        on_pass: called after every pass over a micro-batch, for progress.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        objective: Objective,
-        optimizer: torch.optim.Optimizer,
-        config: Config,
-        world: World,
-        *,
-        after_step: Callable[[], None] = lambda: None,
-        on_pass: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.policy = policy
-        self.objective = objective
-        self.optimizer = optimizer
-        self.config = config
-        self.world = world
-        self.after_step = after_step
-        self.on_pass = on_pass
+    policy: Policy  # its `module` is wrapped for gradient synchronisation when there are several ranks
+    objective: Objective
+    optimizer: torch.optim.Optimizer  # over `policy.trained_parameters()`
+    config: Config
+    world: World
+    after_step: Callable[[], None] = lambda: None  # of the optimizer, such as to update a moving average of the weights
+    on_pass: Callable[[], None] = lambda: None  # over a micro-batch, for progress
 
     def plan(self, batch: TrainingBatch, epoch: int) -> UpdatePlan:
-        """Return an epoch's micro-batches, of one video size each, dealt to its optimizer steps.
-
-        Args:
-            batch: this rank's samples; every rank must hold equally many.
-            epoch: decides the order of the rows.
-        """
+        """Return an epoch's micro-batches, of one video size each, dealt to its steps; `epoch` orders the rows."""
         sizes = batch.sizes()
         steps = [
             [
@@ -249,14 +218,7 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
 
 @contextlib.contextmanager
 def name_memory_knobs(batch_size: int) -> Iterator[None]:
-    """Re-raise an out-of-memory error of the device with the knobs that reduce memory.
-
-    Args:
-        batch_size: samples of a micro-batch.
-
-    Raises:
-        RuntimeError: in place of the device's error.
-    """
+    """Re-raise an out-of-memory error of the device as a RuntimeError with the knobs that reduce memory."""
     try:
         yield
     except RuntimeError as error:
