@@ -19,16 +19,11 @@ class GuardTerms:
     """Additional input of the GRPO-Guard ratio (arXiv 2510.22319).
 
     Use it with the step weight 1 / (sigma - sigma'), `step_weights("inverse_delta", ...)`.
-
-    Attributes:
-        means: (B, K, ...) step means of the current policy, with gradient.
-        old_means: (B, K, ...) step means of the policy that sampled.
-        std: (), (K,) or (B, K) std of the whole step, sqrt(step length) included.
     """
 
-    means: Tensor
-    old_means: Tensor
-    std: Tensor
+    means: Tensor  # (B, K, ...) step means of the current policy, with gradient
+    old_means: Tensor  # (B, K, ...) step means of the policy that sampled
+    std: Tensor  # (), (K,) or (B, K) std of the whole step, sqrt(step length) included
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +31,7 @@ class LossTerms:
     """The loss of B samples; only `per_sample` carries gradient.
 
     Attributes:
-        per_sample: (B,) policy + kl_coef * kl.
-        policy: (B,) clipped surrogate, step weights included, mean over the K steps.
+        per_sample: (B,) clipped surrogate, step weights included, mean over the K steps, + kl_coef * kl.
         kl: (B,) KL to the reference policy in nats per latent element, mean over the K steps.
         log_ratio: (B, K) `log_prob - old_log_prob`, in nats per latent element, also where a guard makes the ratio.
         ratio: (B, K) probability ratio, the geometric mean over a sample's latent elements.
@@ -45,7 +39,6 @@ class LossTerms:
     """
 
     per_sample: Tensor
-    policy: Tensor
     kl: Tensor
     log_ratio: Tensor
     ratio: Tensor
@@ -85,9 +78,9 @@ def grpo_loss(
         kl_coef: weight of the KL term, on which step weights do not act.
 
     Raises:
-        ValueError: shapes that would broadcast silently, a bound that is not positive, or kl_coef without kl.
+        ValueError: shapes that would broadcast silently.
     """
-    _check_bounds(clip_range, kl_coef, has_kl=kl is not None)
+    assert kl_coef == 0 or kl is not None, "kl_coef weighs the KL of every step"
     rows, columns = _check_shapes(log_prob, old_log_prob, advantages, kl)
     log_ratio = log_prob - old_log_prob.detach()
     ratio = (log_ratio if guard is None else _guarded(log_ratio, guard)).exp()
@@ -98,7 +91,6 @@ def grpo_loss(
     per_sample = policy.mean(dim=1) + kl_coef * penalty.mean(dim=1)
     return LossTerms(
         per_sample=per_sample,
-        policy=policy.detach().mean(dim=1),
         kl=penalty.detach().mean(dim=1),
         log_ratio=log_ratio.detach(),
         ratio=ratio.detach(),
@@ -121,15 +113,6 @@ def _guarded(log_ratio: Tensor, guard: GuardTerms) -> Tensor:
     std = guard.std.to(log_ratio.dtype).expand_as(log_ratio)
     bias = gaussian_kl(guard.means.flatten(0, 1), guard.old_means.flatten(0, 1), std.flatten())
     return std * (log_ratio + bias.view_as(log_ratio))
-
-
-def _check_bounds(clip_range: float, kl_coef: float, *, has_kl: bool) -> None:
-    if not 0 < clip_range < 1:
-        raise ValueError(f"clip_range is {clip_range}, must be > 0 and < 1")
-    if not kl_coef >= 0:
-        raise ValueError(f"kl_coef is {kl_coef}, must be >= 0")
-    if kl_coef > 0 and not has_kl:
-        raise ValueError(f"kl_coef is {kl_coef} but kl is None: hand over the KL of every step, or set kl_coef to 0")
 
 
 def _check_shapes(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, kl: Tensor | None) -> tuple[int, int]:

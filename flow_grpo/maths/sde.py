@@ -42,19 +42,12 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 @dataclasses.dataclass(frozen=True)
 class Coefficients:
-    """The scalars of one step, float64 on the CPU, each () or (B,).
+    """The scalars of one step, float64 on the CPU, each () or (B,)."""
 
-    Attributes:
-        std: standard deviation of the added noise (after clipping), in units of the latents.
-        c: weight of the noise estimate x1 in the mean.
-        keep: d mean / d latents = 1 - sigma' + c.
-        kappa: -d mean / d velocity = sigma * (1 - sigma') - (1 - sigma) * c.
-    """
-
-    std: Tensor
-    c: Tensor
-    keep: Tensor
-    kappa: Tensor
+    std: Tensor  # standard deviation of the added noise (after clipping), in units of the latents
+    c: Tensor  # weight of the noise estimate x1 in the mean
+    keep: Tensor  # d mean / d latents = 1 - sigma' + c
+    kappa: Tensor  # -d mean / d velocity = sigma * (1 - sigma') - (1 - sigma) * c
 
     @property
     def gain(self) -> Tensor:
@@ -69,24 +62,19 @@ class Transition:
     Attributes:
         mean: (B, ...), the latents' shape; fp32 (float64 for float64 latents).
         std: () or (B,), mean's dtype and device; the std of the whole step, sqrt(step length) included.
-        c: () or (B,), weight of the noise estimate.
-        gain: () or (B,), -d mean / d velocity / std.
         has_density: std is above 0 in every sample; known without asking the device.
     """
 
     mean: Tensor
     std: Tensor
-    c: Tensor
-    gain: Tensor
     has_density: bool = True
 
     def repeated(self, copies: int) -> Transition:
         """Return the Gaussians of `copies` draws from each row's, (B * copies, ...), those of a row together."""
         if copies == 1:
             return self
-        rows = (self.mean, self.std, self.c, self.gain)
-        mean, std, c, gain = (row.repeat_interleave(copies, 0) for row in rows)
-        return Transition(mean, std, c, gain, self.has_density)
+        mean, std = (row.repeat_interleave(copies, 0) for row in (self.mean, self.std))
+        return Transition(mean, std, self.has_density)
 
 
 def coefficients(
@@ -149,15 +137,8 @@ def transition(
 ) -> Transition:
     """Return the Gaussian of the next latents, mean = keep * latents - kappa * velocity; differentiable in `velocity`.
 
-    Args:
-        velocity: (B, ...), the prediction of noise - clean, guidance included.
-        latents: (B, ...), before the step.
-        sigma: this and the following as in `coefficients`.
-        sigma_next: noise level after the step.
-        kind: SDE variant.
-        noise_level: scale of the noise.
-        sigma_cap: bound of sigma inside "flow".
-        max_step_std: bound of the step std.
+    Both are (B, ...): the prediction of noise - clean, guidance included, and what it was made of. All else is as in
+    `coefficients`.
 
     Raises:
         ValueError: shapes that would broadcast silently, or as `coefficients`.
@@ -168,8 +149,7 @@ def transition(
     )
     kept = per_sample(step.keep, latents) * _full_precision(latents)
     mean = kept - per_sample(step.kappa, latents) * _full_precision(velocity)
-    std, c, gain = (_like(scalar, latents) for scalar in (step.std, step.c, step.gain))
-    return Transition(mean, std, c, gain, has_density=bool((step.std > 0).all()))
+    return Transition(mean, _like(step.std, latents), has_density=bool((step.std > 0).all()))
 
 
 def sample(step: Transition, noise: Tensor) -> Tensor:
@@ -206,12 +186,8 @@ def gaussian_kl(mean: Tensor, reference_mean: Tensor, std: Tensor) -> Tensor:
 
         KL = mean over elements of (mean - reference_mean)^2 / (2 std^2) = gain^2 / 2 * mean of (v - v_ref)^2
 
-    The exact KL, no estimator. Only `mean` gets a gradient.
-
-    Args:
-        mean: (B, ...), current policy.
-        reference_mean: (B, ...), reference policy.
-        std: () or (B,), std of the whole step.
+    The exact KL, no estimator. Means are (B, ...), of which only `mean`, the current policy's, gets a gradient; `std`,
+    () or (B,), is that of the whole step.
 
     Raises:
         ValueError: shapes that do not fit.

@@ -16,7 +16,6 @@ def terms(ratio: list[float], loss: float) -> LossTerms:
     rows = len(ratio)
     return LossTerms(
         per_sample=torch.full((rows,), loss),
-        policy=torch.zeros(rows),
         kl=torch.full((rows,), 0.5),
         log_ratio=torch.tensor(ratio)[:, None].log(),
         ratio=torch.tensor(ratio)[:, None],
@@ -88,7 +87,7 @@ def test_an_epoch_of_two_steps_with_two_micro_batches_each_has_the_values_comput
 @pytest.mark.parametrize("guarded", [False, True])
 def test_approx_kl_is_the_kl_per_latent_element_whatever_the_ratio(guarded):
     z, std = torch.randn(8, 20_000, generator=torch.Generator().manual_seed(0)), torch.tensor(0.3)
-    old, new = (Transition(mean, std, std, std) for mean in (torch.zeros_like(z), torch.full_like(z, 0.06)))
+    old, new = (Transition(mean, std) for mean in (torch.zeros_like(z), torch.full_like(z, 0.06)))
     after, before = (log_prob(std * z, step)[:, None] for step in (new, old))
     guard = GuardTerms(new.mean[:, None], old.mean[:, None], std) if guarded else None
     stats = UpdateStats()

@@ -58,24 +58,25 @@ TABLE_16_5 = """
 """
 
 
-def row(number: int, dtype: torch.dtype = torch.float64) -> tuple[Transition, Tensor]:
-    """Return the transition and the next latents of golden row `number` (from 1), one sample of one element."""
+def row(number: int, dtype: torch.dtype = torch.float64) -> tuple[Transition, Tensor, float]:
+    """Return transition, next latents and gain of golden row `number` (from 1), one sample of one element."""
     kind, level, limit, sigma, sigma_next, latents, velocity, following = GOLDEN[number - 1][:8]
     x, v, x_next = (torch.tensor([[value]], dtype=dtype) for value in (latents, velocity, following))
-    step = transition(v, x, sigma, sigma_next, kind=kind, noise_level=level, sigma_cap=S1, max_step_std=limit)
-    return step, x_next
+    settings = {"kind": kind, "noise_level": level, "sigma_cap": S1, "max_step_std": limit}
+    gain = coefficients(sigma, sigma_next, **settings).gain.item()
+    return transition(v, x, sigma, sigma_next, **settings), x_next, gain
 
 
 @pytest.mark.parametrize("number", range(1, 18))
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 6e-9), (torch.float32, 1e-5)])
 def test_golden_row(number: int, dtype: torch.dtype, tolerance: float) -> None:
-    step, x_next = row(number, dtype)
+    step, x_next, gain = row(number, dtype)
     assert step.mean.dtype == step.std.dtype == dtype
-    found = [step.mean, step.std, step.gain, log_prob(x_next, step)]
-    assert [value.item() for value in found[:2]] == pytest.approx(GOLDEN[number - 1][8:10], abs=tolerance)
-    assert found[2].item() == pytest.approx(GOLDEN[number - 1][10], abs=max(tolerance, 6e-7))
-    assert found[3].item() == pytest.approx(GOLDEN[number - 1][11], abs=tolerance)
-    assert found[3].item() == pytest.approx(Normal(step.mean, step.std).log_prob(x_next).item(), abs=tolerance)
+    assert [step.mean.item(), step.std.item()] == pytest.approx(GOLDEN[number - 1][8:10], abs=tolerance)
+    assert gain == pytest.approx(GOLDEN[number - 1][10], abs=6e-7)
+    found = log_prob(x_next, step).item()
+    assert found == pytest.approx(GOLDEN[number - 1][11], abs=tolerance)
+    assert found == pytest.approx(Normal(step.mean, step.std).log_prob(x_next).item(), abs=tolerance)
 
 
 def test_log_prob_is_the_mean_over_a_samples_elements() -> None:
@@ -87,13 +88,13 @@ def test_log_prob_is_the_mean_over_a_samples_elements() -> None:
 
 @pytest.mark.parametrize(("number", "divergence"), [(1, 4.39349490e-05), (14, 5.20643952e-05)])
 def test_kl_is_the_golden_value_and_half_gain_squared_times_the_velocity_difference(number, divergence):
-    step, _ = row(number)
+    step, _, gain = row(number)
     kind, level, limit, sigma, sigma_next, latents = GOLDEN[number - 1][:6]
     v_ref, x = torch.tensor([[-0.25]], dtype=torch.float64), torch.tensor([[latents]], dtype=torch.float64)
     other = transition(v_ref, x, sigma, sigma_next, kind=kind, noise_level=level, sigma_cap=S1, max_step_std=limit)
     kl = gaussian_kl(step.mean, other.mean, step.std)
     assert kl.item() == pytest.approx(divergence, rel=1e-8)
-    assert kl.item() == pytest.approx(0.5 * step.gain.item() ** 2 * 0.05**2, rel=1e-8)
+    assert kl.item() == pytest.approx(0.5 * gain**2 * 0.05**2, rel=1e-8)
 
 
 @pytest.mark.parametrize(("steps", "shift", "table"), [(10, 3.0, TABLE_10_3), (16, 5.0, TABLE_16_5)])
@@ -202,8 +203,8 @@ def test_gradient_reaches_the_velocity_but_not_the_next_latents_or_the_reference
     step = transition(velocity, latents, 0.9, 0.8, kind="flow", noise_level=0.7)
     log_prob(following, step).sum().backward()
     # d log_prob / d velocity = -z * gain / D
-    z = (following - step.mean) / step.std
-    assert torch.allclose(velocity.grad, -z * step.gain / 6, rtol=1e-5, atol=1e-7)
+    z, gain = (following - step.mean) / step.std, coefficients(0.9, 0.8, kind="flow", noise_level=0.7).gain
+    assert torch.allclose(velocity.grad, -z * gain / 6, rtol=1e-5, atol=1e-7)
     assert following.grad is None
     reference = torch.zeros(2, 6, requires_grad=True)
     velocity.grad = None
