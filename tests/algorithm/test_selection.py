@@ -6,15 +6,17 @@ from collections import Counter
 import pytest
 import torch
 
-from flow_grpo.algorithm.groups.selection import Decision, Rules, SampleGroup, ShortageError, decide, groups_of, place
+from flow_grpo.algorithm.groups.selection import Decision, SampleGroup, ShortageError, decide, groups_of, place
+from flow_grpo.settings.schema import DynamicSamplingConfig
 
 WORLD, LOCAL, K = 4, 16, 4
 TARGET = WORLD * LOCAL
 RANK_OF = [row % TARGET // LOCAL for row in range(2 * TARGET)]  # of two rounds
 
 
-def rules(policy="fallback_original", target=TARGET, k=K, max_resample_times=3) -> Rules:
-    return Rules(target, k, max_resample_times, policy, seed=5)
+def after(rounds, policy="fallback_original", target=TARGET, k=K, max_resample_times=3) -> Decision:
+    config = DynamicSamplingConfig(policy=policy, max_resample_times=max_resample_times)
+    return decide(rounds, config, target=target, k=k, seed=5)
 
 
 def a_round(number: int, valid: int, *, target=TARGET, k=K, incomplete=0, draw=None) -> list[SampleGroup]:
@@ -36,7 +38,7 @@ def outcome(valid_per_round, policy="fallback_original", **changes) -> tuple[Dec
     rounds: list[list[SampleGroup]] = []
     for number, valid in enumerate(valid_per_round):
         rounds.append(a_round(number, valid))
-        decision = decide(rounds, rules(policy, **changes))
+        decision = after(rounds, policy, **changes)
         if decision.action != "more":
             break
     return decision, number
@@ -57,11 +59,6 @@ def outcome(valid_per_round, policy="fallback_original", **changes) -> tuple[Dec
 def test_rounds_are_drawn_until_the_target_or_the_last_allowed_resample(valid, most, action, resamples, have):
     decision, number = outcome(valid, max_resample_times=most)
     assert (decision.action, number, decision.valid) == (action, resamples, have)
-
-
-def test_a_target_of_broken_groups_is_refused():
-    with pytest.raises(ValueError, match=r"62 .*k=4"):
-        rules(target=62)
 
 
 def test_only_the_groups_that_are_needed_are_used_in_the_order_of_rounds():
@@ -88,7 +85,7 @@ def test_rebalance_uses_the_valid_groups_only():
 
 def test_fill_flat_tops_up_with_flat_then_incomplete_groups_of_the_original_batch():
     rounds = [a_round(0, 40, incomplete=5), *(a_round(n, 4, incomplete=15) for n in (1, 2, 3))]
-    decision = decide(rounds, rules("fill_flat"))
+    decision = after(rounds, "fill_flat")
     assert [group.kind for group in decision.groups] == ["valid"] * 13 + ["flat"] + ["incomplete"] * 2
     assert {group.rows[0] < TARGET for group in decision.groups[13:]} == {True}
     assert decision.padded == 12
@@ -141,7 +138,7 @@ def test_any_pattern_of_validity_gives_equal_sizes_whole_groups_and_no_duplicate
         for number in range(4):
             valid = k * sum(draw.random() < chance for _ in range(target // k))
             rounds.append(a_round(number, valid, target=target, k=k, draw=draw))
-            decision = decide(rounds, rules(policy, target, k))
+            decision = after(rounds, policy, target, k)
             if decision.action != "more":
                 break
         assert decision.action in ("use", "original")
@@ -184,6 +181,6 @@ def test_every_epoch_pads_with_other_groups():
             [SampleGroup(g.gid + 1000 * shift, g.rows, g.kind) for g in a_round(n, v)]
             for n, v in enumerate([32, 4, 4, 4])
         ]
-        decision = decide(rounds, rules("pad"))
+        decision = after(rounds, "pad")
         choices.add(tuple(group.rows for group in decision.groups))
     assert len(choices) > 3

@@ -9,7 +9,6 @@ rewards (`selection.py`), so no pattern of rewards can make two ranks disagree. 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.compare import Chosen, Gathered
 from flow_grpo.algorithm.groups.metrics import weighted_sum
 from flow_grpo.algorithm.groups.sample_pool import SamplePool
-from flow_grpo.algorithm.groups.selection import Decision, Placement, Rules, SampleGroup, decide, groups_of, place
+from flow_grpo.algorithm.groups.selection import Decision, Placement, SampleGroup, decide, groups_of, place
 from flow_grpo.records import ScoredBatch
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.schema import DynamicSamplingConfig, RewardConfig
@@ -44,18 +43,14 @@ class DynamicSampling:
     world: World
     say: Callable[[str], None]  # prints a line of this rank
 
-    def __post_init__(self) -> None:
-        assert self.rules  # refuses a target that is no multiple of k before anything is sampled
-
     @property
     def target(self) -> int:
         """Samples of a round, over all ranks."""
         return self.local * self.world.data.size
 
-    @functools.cached_property
-    def rules(self) -> Rules:
-        """When the pool is full, and what happens when it stays short."""
-        return Rules(self.target, self.k, self.config.max_resample_times, self.config.policy, self.seed)
+    def decide(self, groups: Sequence[Sequence[SampleGroup]]) -> Decision:
+        """Return what to do after rounds with these groups."""
+        return decide(groups, self.config, target=self.target, k=self.k, seed=self.seed)
 
     def choose(
         self,
@@ -97,7 +92,7 @@ class DynamicSampling:
                 moved = len(placement.moves) * self.k // len(decision.groups[0].rows)
                 moves = {"dyn/moved_samples": float(moved), "dyn/moved_bytes": float(moved_bytes)}
         self._remember(decision, reward, shortages)
-        metrics = _metrics(decision, groups, self.rules) | moves
+        metrics = self._metrics(decision, groups) | moves
         metrics |= {"dyn/fallback_rate": sum(shortages) / len(shortages), "dyn/time": time.perf_counter() - begun}
         return chosen, metrics | _mean_reward("before", gathered, reward) | _mean_reward(
             "after", chosen.gathered, reward
@@ -118,7 +113,7 @@ class DynamicSampling:
         self, pool: SamplePool, groups: list[tuple[SampleGroup, ...]], sample_round: SampleRound, reward: RewardConfig
     ) -> Decision:
         """Sample rounds until the pool is full or no more are allowed; `groups` grows by a row per round."""
-        decision = decide(groups, self.rules)
+        decision = self.decide(groups)
         self._main(f"Initial batch: collected {self._progress(decision)} valid samples globally")
         while decision.action == "more":
             number = len(groups)
@@ -135,7 +130,7 @@ class DynamicSampling:
                 valid = {row for group in groups[-1] if group.kind == "valid" for row in group.rows}
                 pool.add(whole, valid)
             del batches, gathered, whole  # frees the round's videos before the next one is sampled
-            decision = decide(groups, self.rules)
+            decision = self.decide(groups)
             self._every("SYNC", f"After resample #{number}, global_pool={self._progress(decision)}")
         return decision
 
@@ -153,6 +148,26 @@ class DynamicSampling:
                 "reward/*_valid (do samples fail?) and the data (conditions all easy or all hopeless?); or raise "
                 "sample.k, sample.noise_level or dynamic_sampling.max_resample_times"
             )
+
+    def _metrics(self, decision: Decision, groups: Sequence[Sequence[SampleGroup]]) -> dict[str, float]:
+        """Return the `dyn/` metrics of an epoch whose rounds had these groups."""
+        kinds = [group.kind for group in groups[0]]
+        short = max(0, self.target - decision.valid)
+        used, padded = len(decision.groups) * self.k - decision.padded, decision.padded
+        if decision.action == "original":
+            used = kinds.count("valid") * self.k
+            padded = self.target - used
+        return {
+            "dyn/flat_groups": float(kinds.count("flat")),
+            "dyn/incomplete_groups": float(kinds.count("incomplete")),
+            "dyn/valid_groups_ratio_initial": kinds.count("valid") / len(kinds),
+            "dyn/resample_rounds": float(len(groups) - 1),
+            "dyn/pool_samples": float(decision.valid),
+            "dyn/shortage": float(short),
+            "dyn/fallback": float(short > 0),
+            "dyn/discarded_valid": float(decision.valid - used),
+            "dyn/padded_samples": float(padded),
+        }
 
     def _say_fallback(self, decision: Decision, groups: Sequence[Sequence[SampleGroup]]) -> None:
         self._main(
@@ -191,27 +206,6 @@ class DynamicSampling:
 
     def _every(self, what: str, text: str) -> None:
         self.say(f"[DynSample-{what}] Rank {self.world.data.rank}: {text}")
-
-
-def _metrics(decision: Decision, groups: Sequence[Sequence[SampleGroup]], rules: Rules) -> dict[str, float]:
-    """Return the `dyn/` metrics of an epoch whose rounds had these groups."""
-    kinds = [group.kind for group in groups[0]]
-    short = max(0, rules.target - decision.valid)
-    used, padded = len(decision.groups) * rules.k - decision.padded, decision.padded
-    if decision.action == "original":
-        used = kinds.count("valid") * rules.k
-        padded = rules.target - used
-    return {
-        "dyn/flat_groups": float(kinds.count("flat")),
-        "dyn/incomplete_groups": float(kinds.count("incomplete")),
-        "dyn/valid_groups_ratio_initial": kinds.count("valid") / len(kinds),
-        "dyn/resample_rounds": float(len(groups) - 1),
-        "dyn/pool_samples": float(decision.valid),
-        "dyn/shortage": float(short),
-        "dyn/fallback": float(short > 0),
-        "dyn/discarded_valid": float(decision.valid - used),
-        "dyn/padded_samples": float(padded),
-    }
 
 
 def _mean_reward(name: str, gathered: Gathered, reward: RewardConfig) -> dict[str, float]:

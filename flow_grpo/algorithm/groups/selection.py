@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flow_grpo.maths.keys import generator
 from flow_grpo.settings.errors import RunStoppedError
+from flow_grpo.settings.schema import DynamicSamplingConfig
 
 
 class ShortageError(RunStoppedError):
@@ -32,24 +33,6 @@ class SampleGroup:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules:
-    """When a pool is full, and the policy when it stays short."""
-
-    target: int  # samples an epoch trains on, over all ranks; a multiple of k
-    k: int
-    max_resample_times: int  # most rounds after the first
-    policy: str  # `dynamic_sampling.policy`
-    seed: int  # of the random choice under "pad"
-
-    def __post_init__(self) -> None:
-        if self.target % self.k or self.target < self.k:
-            raise ValueError(
-                f"the pool's target of {self.target} samples is no multiple of k={self.k}; change "
-                "sample.train_batch_size or sample.num_batches_per_epoch"
-            )
-
-
-@dataclasses.dataclass(frozen=True)
 class Decision:
     """What to do after a round."""
 
@@ -62,14 +45,9 @@ class Decision:
 def groups_of(
     gids: Tensor, slots: Tensor, *, flat: Tensor, incomplete: Tensor, pool_row: Mapping[int, int]
 ) -> tuple[SampleGroup, ...]:
-    """Return the groups of a round, sorted by gid.
+    """Return the groups of a round, sorted by gid, as `flat` and `incomplete` are, (G,) bool.
 
-    Args:
-        gids: (N,) int64 group of every sample of the round.
-        slots: (N,) int64 copy number.
-        flat: (G,) bool of the groups sorted by gid.
-        incomplete: (G,) bool, likewise.
-        pool_row: sample of the round -> its pool row; where a row is a group, of its copy 0 alone.
+    Its samples have `gids` and `slots`, (N,) int64, and a pool row; where such a row is a group, copy 0 alone.
     """
     order = sorted(range(len(gids)), key=lambda row: (int(gids[row]), int(slots[row])))
     members: dict[int, list[int]] = {}
@@ -82,35 +60,40 @@ def groups_of(
     return tuple(SampleGroup(gid, tuple(rows), kind) for (gid, rows), kind in zip(members.items(), kinds, strict=True))
 
 
-def decide(rounds: Sequence[Sequence[SampleGroup]], rules: Rules) -> Decision:
+def decide(
+    rounds: Sequence[Sequence[SampleGroup]], config: DynamicSamplingConfig, *, target: int, k: int, seed: int
+) -> Decision:
     """Return what to do after the rounds sampled so far; groups are taken in the order (round, gid).
+
+    The pool is full with `target` samples over all ranks, a multiple of k. Under "pad" the seed decides what is
+    repeated.
 
     Raises:
         ShortageError: the last allowed round left the pool short and the policy is "raise".
     """
     valid = [group for drawn in rounds for group in drawn if group.kind == "valid"]
-    have, wanted = len(valid) * rules.k, rules.target // rules.k
-    if have >= rules.target:
+    have, wanted = len(valid) * k, target // k
+    if have >= target:
         return Decision("use", have, tuple(valid[:wanted]))
-    if len(rounds) <= rules.max_resample_times:
+    if len(rounds) <= config.max_resample_times:
         return Decision("more", have)
-    if rules.policy == "raise":
+    if config.policy == "raise":
         raise ShortageError(
-            f"only {have} of {rules.target} samples lie in groups that carry a signal after "
+            f"only {have} of {target} samples lie in groups that carry a signal after "
             f"{len(rounds) - 1} resample(s); look at reward/*_group_range_p50, raise sample.k, sample.noise_level or "
             "dynamic_sampling.max_resample_times, or set dynamic_sampling.policy=fallback_original"
         )
-    if rules.policy == "fallback_original" or not valid:
+    if config.policy == "fallback_original" or not valid:
         return Decision("original", have)
-    if rules.policy == "rebalance":
+    if config.policy == "rebalance":
         return Decision("use", have, tuple(valid))
     missing = wanted - len(valid)
-    if rules.policy == "pad":
-        draw = generator(rules.seed, "pad", rounds[0][0].gid)
+    if config.policy == "pad":
+        draw = generator(seed, "pad", rounds[0][0].gid)
         spare = [valid[int(torch.randint(len(valid), (), generator=draw))] for _ in range(missing)]
     else:
         spare = [group for kind in ("flat", "incomplete") for group in rounds[0] if group.kind == kind][:missing]
-    return Decision("use", have, (*valid, *spare), padded=missing * rules.k)
+    return Decision("use", have, (*valid, *spare), padded=missing * k)
 
 
 @dataclasses.dataclass(frozen=True)
