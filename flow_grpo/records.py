@@ -197,14 +197,6 @@ class Trajectory(Rows):
     log_probs: Tensor
     steps: Tensor
 
-    def latents(self, column: int) -> Tensor:
-        """Return the (B, C, F, H, W) latents before stochastic step `column`, 0..K-1."""
-        return self.states[:, column]
-
-    def next_latents(self, column: int) -> Tensor:
-        """Return the (B, C, F, H, W) latents after stochastic step `column`, 0..K-1."""
-        return self.states[:, column + 1]
-
     def to(self, device: torch.device | str) -> Trajectory:
         """Return a copy whose latents and log-probabilities are on `device`; `steps` stays on the CPU."""
         return dataclasses.replace(super().to(device), steps=self.steps)

@@ -49,10 +49,9 @@ class LastStepObjective:
         return dataclasses.replace(self, train=train)
 
     def _log_prob(self, micro):
-        last = micro.trajectory.steps.shape[1] - 1
-        steps = micro.trajectory.steps[:, last]
-        step = step_transition(self.policy, micro.trajectory.latents(last), micro.conditioning, steps, self.rollout)
-        return log_prob(micro.trajectory.next_latents(last), step)
+        last = micro.replayed(micro.passes - 1)
+        step = step_transition(self.policy, last.latents, micro.conditioning, last.steps, self.rollout)
+        return log_prob(last.drawn, step)
 
 
 def forbids(config) -> None:

@@ -35,13 +35,6 @@ def test_records_are_concatenated_in_order_and_absent_tensors_stay_absent() -> N
     assert Conditioning.concatenate([conditioning(1, guided=True)] * 2).negative_prompt_embeds is not None
 
 
-def test_a_trajectory_finds_both_ends_of_every_recorded_step() -> None:
-    states = torch.arange(4.0).view(1, 4, 1, 1, 1, 1)
-    trajectory = Trajectory(states, torch.zeros(1, 3), torch.tensor([[2, 3, 4]]))
-    assert [trajectory.latents(column).item() for column in range(3)] == [0.0, 1.0, 2.0]
-    assert [trajectory.next_latents(column).item() for column in range(3)] == [1.0, 2.0, 3.0]
-
-
 def trajectory(rows: int, size: int = 3) -> Trajectory:
     number = torch.arange(rows, dtype=torch.float32)
     return Trajectory(
@@ -89,6 +82,13 @@ def test_every_tensor_has_a_dotted_name_and_can_be_replaced_by_it() -> None:
     joined = Table.concatenate([table, table.rows(torch.tensor([2]))])
     assert joined.columns["a"].tolist() == [0, 1, 2, 2]
     assert joined.name == "kept"
+
+
+def test_replays_find_both_ends_of_every_recorded_step() -> None:
+    states = torch.arange(4.0).view(1, 4, 1, 1, 1, 1)
+    made = dataclasses.replace(samples(1), trajectory=Trajectory(states, torch.zeros(1, 3), torch.tensor([[2, 3, 4]])))
+    steps = [made.replayed(number) for number in range(made.passes)]
+    assert [(step.latents.item(), step.drawn.item()) for step in steps] == [(0.0, 1.0), (1.0, 2.0), (2.0, 3.0)]
 
 
 def test_the_inputs_of_the_network_change_device_and_nothing_else_does() -> None:

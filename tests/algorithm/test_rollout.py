@@ -49,7 +49,7 @@ def test_steps_before_the_window_follow_the_ode():
     stochastic = whole(policy, group(3, 2), window=(2, 3))
     plain = whole(policy, group(3, 2), window=())
     prefix = whole(policy, group(3, 2), window=(), sigmas=SIGMAS[:3])
-    assert torch.equal(stochastic.trajectory.latents(0), prefix.final_latents)
+    assert torch.equal(stochastic.trajectory.states[:, 0], prefix.final_latents)
     assert not torch.equal(stochastic.final_latents, plain.final_latents)
 
 
@@ -57,7 +57,6 @@ def test_states_are_stored_once_and_chain_through_a_contiguous_window():
     got = roll(ToyPolicy(), group(3, 4), window=(1, 2, 3))
     assert got.states.shape == (4, 4, *SHAPE)
     assert got.steps.tolist() == [[1, 2, 3]] * 4
-    assert all(torch.equal(got.next_latents(column), got.latents(column + 1)) for column in (0, 1))
 
 
 def test_samples_with_different_windows_in_one_batch_are_those_of_batches_with_one_window():
@@ -78,7 +77,7 @@ def test_a_given_prefix_and_velocity_replace_the_steps_until_the_window_s_first_
     policy, conditions, windows = ToyPolicy(), group(3, 4), [(2, 3)] * 4
     own = whole(policy, conditions, windows=windows, same_initial_noise=True)
     settings = Sampling(SIGMAS, SDE, 5, same_initial_noise=True)
-    steps = window_rows(windows, settings)
+    steps = window_rows(windows)
     noise = torch.stack([initial_noise(condition, SHAPE, settings) for condition in conditions])
     conditioning = policy.encode(conditions)
     first = prefix(policy, noise, conditioning, steps, settings)
@@ -124,7 +123,7 @@ def test_stored_steps_score_to_the_stored_log_probs_and_leave_standard_residuals
     got = roll(policy, conditions, window=(1, 2))
     conditioning = policy.encode(conditions)
     for column, step in enumerate(got.steps[0].tolist()):
-        before, after = got.latents(column), got.next_latents(column)
+        before, after = got.states[:, column], got.states[:, column + 1]
         with torch.no_grad():
             velocity = policy.velocity(before, SIGMAS[step].repeat(256), conditioning)
         levels = float(SIGMAS[step]), float(SIGMAS[step + 1])
@@ -157,8 +156,8 @@ def test_the_copies_of_a_group_differ_and_may_share_their_first_noise_only():
     assert len(rolled.noise_ids[:, 0].unique()) == 1
     assert len(rolled.noise_ids[:, 1].unique()) == 4
     shared = rolled.trajectory
-    assert torch.equal(shared.latents(0)[0], shared.latents(0)[3])
-    assert not torch.equal(shared.next_latents(0)[0], shared.next_latents(0)[3])
+    assert torch.equal(shared.states[0, 0], shared.states[3, 0])
+    assert not torch.equal(shared.states[0, 1], shared.states[3, 1])
 
 
 def test_one_velocity_call_per_step_at_the_step_s_own_sigma_gives_fp32_without_gradient():
@@ -169,17 +168,11 @@ def test_one_velocity_call_per_step_at_the_step_s_own_sigma_gives_fp32_without_g
     assert [(rows, sigma) for rows, sigma, *_ in policy.calls] == [(4, float(sigma)) for sigma in SIGMAS[:-1]]
 
 
-@pytest.mark.parametrize("window", [(5,), (4, 5), (-1,), (2, 1), (1, 3)])
-def test_the_last_step_gaps_and_steps_outside_the_schedule_are_refused(window):
-    with pytest.raises(ValueError, match=r"sde_steps is|gap"):
-        roll(ToyPolicy(), group(3, 2), window=window)
-
-
 def test_the_flow_kind_is_capped_by_the_second_sigma_and_max_step_std_bounds_the_noise():
     free = roll(ToyPolicy(), group(3, 2), window=(0,), sde=SdeSettings("flow", 1.0))
     bound = roll(ToyPolicy(), group(3, 2), window=(0,), sde=SdeSettings("flow", 1.0, 0.01))
     assert free.log_probs.isfinite().all()
-    step = [(t.next_latents(0) - t.latents(0)).std() for t in (free, bound)]
+    step = [(t.states[:, 1] - t.states[:, 0]).std() for t in (free, bound)]
     assert step[1] < step[0] / 3
 
 

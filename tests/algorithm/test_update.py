@@ -90,7 +90,7 @@ def test_the_update_follows_the_gradient_of_the_mean_over_samples_and_steps():
     total = 0.0
     batch = batch.take(torch.arange(12), "cpu")
     for column in range(2):
-        before, after = batch.trajectory.latents(column), batch.trajectory.next_latents(column)
+        before, after = batch.trajectory.states[:, column], batch.trajectory.states[:, column + 1]
         steps = batch.trajectory.steps[:, column]
         drawn_from = step_transition(policy, before, batch.conditioning, steps, Sampling(SIGMAS, SDE, 5))
         ratio = (log_prob(after, drawn_from) - batch.trajectory.log_probs[:, column]).exp()

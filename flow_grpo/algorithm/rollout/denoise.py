@@ -17,7 +17,6 @@ from torch import Tensor
 
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.multistep import second_order_step
-from flow_grpo.maths.schedule import check_sde_steps
 from flow_grpo.maths.sde import Transition, log_prob, sample, transition
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, Conditioning, Samples, Trajectory
@@ -35,15 +34,8 @@ def step_transition(
 ) -> Transition:
     """Return the Gaussian that each sample's denoising step draws from.
 
-    Rollout and update both call this function, so they cannot disagree about a step.
-
-    Args:
-        policy: predicts the velocity.
-        latents: (B, C, F, H, W) fp32 before the step.
-        conditioning: B rows.
-        steps: (B,) int64 CPU, each sample's step, 0..S-1.
-        sampling: noise levels and SDE.
-        velocity: (B, C, F, H, W), where it is known already.
+    Rollout and update both call this function, so they cannot disagree about a step. Latents (B, C, F, H, W) fp32 are
+    those before it, `steps` (B,) int64 CPU each sample's, 0..S-1; `velocity` is given where it is known already.
     """
     sigmas, sde = sampling.sigmas, sampling.sde
     sigma = sigmas[steps]
@@ -70,7 +62,7 @@ def rollout(
     sampling: Sampling,
     shared: Tensor | None = None,
 ) -> Samples:
-    """Denoise one batch; the draws depend on (seed, gid, slot) only, never on rank, layout or batch.
+    """Denoise one batch of B; the draws depend on (seed, gid, slot) only, never on rank, layout or batch.
 
     Args:
         policy: the model being trained.
@@ -79,14 +71,8 @@ def rollout(
         windows: per sample its K stochastic steps, consecutive, within 0..S-2; without any the ODE is sampled.
         sampling: noise levels, SDE and seed.
         shared: (B, 2, C, F, H, W) latents before each sample's window and the velocity there, where they are known.
-
-    Returns:
-        B samples.
-
-    Raises:
-        ValueError: a window holds the last step, lies outside the schedule, has a gap or another length.
     """
-    steps = window_rows(windows, sampling)
+    steps = window_rows(windows)
     count, columns = steps.shape
     shape = policy.latent_shape(conditions)
     device = conditioning.prompt_embeds.device
@@ -120,18 +106,8 @@ def rollout(
     )
 
 
-def window_rows(windows: Sequence[Sequence[int]], sampling: Sampling) -> Tensor:
-    """Return the windows of B samples as (B, K) int64 CPU.
-
-    Raises:
-        ValueError: a window holds the last step, lies outside the schedule, has a gap or another length.
-    """
-    for window in {tuple(window) for window in windows} - {()}:
-        check_sde_steps(window, len(sampling.sigmas) - 1)
-        if window[-1] - window[0] != len(window) - 1:
-            raise ValueError(f"window {window} has a gap, must be consecutive steps")
-    if len({len(window) for window in windows}) > 1:
-        raise ValueError(f"windows of a batch have different lengths: {sorted(set(map(tuple, windows)))}")
+def window_rows(windows: Sequence[Sequence[int]]) -> Tensor:
+    """Return the windows of B samples as (B, K) int64 CPU."""
     return torch.tensor([list(window) for window in windows], dtype=torch.int64).view(len(windows), -1)
 
 
@@ -139,12 +115,7 @@ def window_rows(windows: Sequence[Sequence[int]], sampling: Sampling) -> Tensor:
 def prefix(policy: Policy, latents: Tensor, conditioning: Conditioning, steps: Tensor, sampling: Sampling) -> Tensor:
     """Return the (B, C, F, H, W) latents before each sample's window, or clean latents where K = 0.
 
-    Args:
-        policy: predicts the velocity.
-        latents: (B, C, F, H, W) initial noise.
-        conditioning: B rows.
-        steps: (B, K) from `window_rows`.
-        sampling: noise levels.
+    `latents` are the initial noise, `steps` (B, K) those of `window_rows`.
     """
     last = len(sampling.sigmas) - 1
     counts = steps[:, 0] if steps.shape[1] else torch.full((len(latents),), last)
@@ -169,15 +140,9 @@ def _euler(
     counts: Tensor,
     calls: int | None,
 ) -> Tensor:
-    """Follow the ODE by first-order steps: each sample takes its own number along its own noise levels.
+    """Follow the ODE along (B, n+1) CPU noise levels by first-order steps, of which a sample takes its own count.
 
-    Args:
-        policy: predicts the velocity.
-        latents: (B, C, F, H, W).
-        conditioning: B rows.
-        levels: (B, n+1) CPU noise levels.
-        counts: (B,) CPU steps of each sample, at most n.
-        calls: calls of the network, at least the largest count; None for no more than that.
+    `calls` of the network are at least the largest count; None is no more than that.
     """
     most = int(counts.max())
     for step in range(most):
@@ -215,10 +180,7 @@ def _ode_step(policy: Policy, latents: Tensor, conditioning: Conditioning, sigma
 def check_noise(gids: Tensor, noise_ids: Tensor, *, same_initial_noise: bool) -> None:
     """Raise when two copies of one group were drawn from the same noise although they should differ.
 
-    Args:
-        gids: (N,) int64 group of every sample, over all ranks.
-        noise_ids: (N, 2) int64 hashes from `Samples.noise_ids`.
-        same_initial_noise: equal initial noise within a group is intended.
+    Of all ranks' samples, `gids` (N,) int64 are the groups and `noise_ids` (N, 2) int64 those of `Samples`.
 
     Raises:
         RuntimeError: naming the group and which noise is repeated.

@@ -50,14 +50,8 @@ def shared_steps(
 ) -> dict[int, Tensor]:
     """Return gid -> (2, C, F, H, W) latents before the window and velocity there, of this rank's groups (collective).
 
-    Args:
-        policy: the model being trained.
-        batches: this rank's conditions and conditioning, each batch of one video size.
-        gids: per rank, the groups of its samples in this round.
-        sampling: with initial noise that copies share.
-        rows: groups that share a call.
-        group: who takes part.
-        sync_errors: entered while computing, so that an error reaches all ranks before they exchange.
+    A batch of this rank has one video size; `gids` are, per rank, the groups of its samples in this round, `rows` of
+    which share a call. `sync_errors` is entered while computing: an error reaches all ranks before they exchange.
     """
     owner, share = dealt(gids)
     mine = share[group.rank]
@@ -71,7 +65,7 @@ def shared_steps(
             inputs = [batches[place[gid][0]][1].rows(slice(place[gid][1], place[gid][1] + 1)) for gid in own]
             conditioning = Conditioning.concatenate(inputs)
             noise = torch.stack([initial_noise(conditions[gid], shapes[gid], sampling) for gid in own])
-            steps = window_rows([sampling.window_of(gid) for gid in own], sampling)
+            steps = window_rows(sampling.windows(own))
             latents = prefix(policy, noise.to(conditioning.prompt_embeds.device), conditioning, steps, sampling)
             velocity = policy.velocity(latents, sampling.sigmas[steps[:, 0]].to(latents), conditioning)
             made |= zip(own, torch.stack([latents, velocity], dim=1), strict=True)

@@ -10,24 +10,16 @@ LATEST, KNOWN = 20, 5  # norms that are remembered, and that must be known befor
 
 @dataclasses.dataclass
 class UpdateHistory:
-    """The optimizer steps of a run so far, the same on every rank.
-
-    Attributes:
-        taken: how many steps were taken.
-        norms: norms of the gradient before clipping, in the latest 20 steps that had one.
-        bad_steps: causes of the latest steps that were skipped in a row.
-    """
+    """The optimizer steps of a run so far, the same on every rank."""
 
     taken: int = 0
-    norms: list[float] = dataclasses.field(default_factory=list)
-    bad_steps: list[str] = dataclasses.field(default_factory=list)
+    norms: list[float] = dataclasses.field(default_factory=list)  # before clipping, in the latest 20 steps that had one
+    bad_steps: list[str] = dataclasses.field(default_factory=list)  # why the latest steps in a row were skipped
 
     def bound(self, most: float, ratio: float) -> float:
-        """Return the norm to clip the next gradient to.
+        """Return the norm to clip the next gradient to: `most`, or less by `ratio`, if that is not 0.
 
-        Args:
-            most: largest norm in any case.
-            ratio: largest multiple of the median of `norms`, once there are 5 of them; 0 for any.
+        Once 5 norms are known, it is at most `ratio` times their median.
         """
         if not ratio or len(self.norms) < KNOWN:
             return most

@@ -35,20 +35,13 @@ class MatchingObjective:
     x0 are a sample's final latents, A its advantage; |.|^2 is a mean over elements. Where v is the old policy's, the
     ratio is 1 and the gradient of the first term is A times that of flow matching. The copies of a group share noise e
     and level sigma, so their errors differ by what the samples are and not by the draws.
-
-    Attributes:
-        policy: being trained.
-        shift: shift of the noise schedule.
-        seed: seed of the run.
-        train: learning settings.
-        average: context in which the policy has its averaged weights; not entered where trust_coef is 0.
     """
 
     policy: Policy
-    shift: float
+    shift: float  # of the noise schedule
     seed: int
     train: TrainConfig
-    average: Callable[[], AbstractContextManager[None]]
+    average: Callable[[], AbstractContextManager[None]]  # inside, the policy has its averaged weights
 
     @classmethod
     def build(

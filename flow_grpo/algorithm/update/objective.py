@@ -31,19 +31,12 @@ from flow_grpo.settings.schema import Config, TrainConfig
 
 
 class Loss(NamedTuple):
-    """The loss of b samples in one pass.
-
-    Attributes:
-        terms: one value per sample.
-        drift: (b,) new minus rollout log-probability; 0 before the first update when the calls are identical.
-        scale: the gradient taken is that of `scale * terms.per_sample`; metrics report the terms without it.
-        weights: (b,) of the terms, in a mean over all passes; None for the samples' own.
-    """
+    """The loss of b samples in one pass."""
 
     terms: LossTerms
-    drift: Tensor
-    scale: float = 1.0
-    weights: Tensor | None = None
+    drift: Tensor  # (b,) new minus rollout log-probability; 0 before the first update when the calls are identical
+    scale: float = 1.0  # the gradient is that of `scale * terms.per_sample`; metrics report the terms without it
+    weights: Tensor | None = None  # (b,) of the terms, in a mean over all passes; None for the samples' own
 
 
 class Objective(Protocol):
@@ -56,9 +49,7 @@ class Objective(Protocol):
     def remember(self, take: Callable[[], Samples], *, as_rolled_out: bool) -> Any:
         """Return the old policy's values for a micro-batch; called before the epoch's first optimizer step.
 
-        Args:
-            take: returns the b samples on the device; calling it moves them there.
-            as_rolled_out: every micro-batch of the epoch is exactly one batch of the rollout.
+        `take` moves its b samples to the device; `as_rolled_out` where every micro-batch is one batch of the rollout.
         """
         ...
 
@@ -80,11 +71,7 @@ def build_objective(
 ) -> Objective:
     """Return the recipe's objective; its class has a `build` with these arguments.
 
-    Args:
-        config: the recipe.
-        policy: being trained.
-        sampling: how the samples were made.
-        average: context in which the policy has its averaged weights.
+    Inside `average()` the policy has its averaged weights.
     """
     module, _, name = traits_of(config).implementation.partition(":")
     made: Objective = getattr(importlib.import_module(module), name).build(config, policy, sampling, average)
@@ -93,31 +80,19 @@ def build_objective(
 
 @dataclasses.dataclass(frozen=True)
 class OldPolicy:
-    """The policy before the epoch's updates, pass by pass of one micro-batch.
+    """The policy before the epoch's updates, pass by pass of one micro-batch."""
 
-    Attributes:
-        log_probs: (b,) fp32 of each, or None to take the new log-probabilities without their gradient.
-        means: (b, C, F, H, W) fp32 of each, kept only for the GRPO-Guard ratio.
-    """
-
-    log_probs: list[Tensor] | None
-    means: list[Tensor] | None = None
+    log_probs: list[Tensor] | None  # (b,) fp32 of each; None takes the new log-probabilities without their gradient
+    means: list[Tensor] | None = None  # (b, C, F, H, W) fp32 of each, kept only for the GRPO-Guard ratio
 
 
 @dataclasses.dataclass(frozen=True)
 class GrpoObjective:
-    """Flow-GRPO's clipped surrogate at the recorded stochastic steps, one pass a step.
-
-    Attributes:
-        policy: being trained.
-        sampling: how the samples were made.
-        step_weight: (S,) fp32 CPU weight of every step on the policy term, or None for 1.
-        train: learning settings.
-    """
+    """Flow-GRPO's clipped surrogate at the recorded stochastic steps, one pass a step."""
 
     policy: Policy
-    sampling: Sampling
-    step_weight: Tensor | None
+    sampling: Sampling  # how the samples were made
+    step_weight: Tensor | None  # (S,) fp32 CPU, of every step on the policy term; None for 1
     train: TrainConfig
 
     @classmethod

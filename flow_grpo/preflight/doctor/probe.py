@@ -188,10 +188,10 @@ def _scored(
                 "no gradient reaches the trained weights: velocity() of the policy must call its network, and not "
                 "inside torch.no_grad()"
             )
-    after = micro.trajectory.next_latents(column)
+    recorded = micro.replayed(column)
     unit = step.std if objective.train.guard else torch.ones_like(step.std)
-    ratio = unit * (log_prob(after, step).detach() - micro.trajectory.log_probs[:, column])
-    return ratio, unit.cpu(), ((after - step.mean) / per_sample(step.std, after)).detach()
+    ratio = unit * (log_prob(recorded.drawn, step).detach() - recorded.log_probs)
+    return ratio, unit.cpu(), ((recorded.drawn - step.mean) / per_sample(step.std, step.mean)).detach()
 
 
 @contextlib.contextmanager
