@@ -48,23 +48,14 @@ LOOK_S = 0.05  # between two looks for the notes of other ranks
 
 @dataclasses.dataclass(frozen=True)
 class Saving:
-    """A checkpoint that is being written.
+    """A checkpoint that is being written."""
 
-    Attributes:
-        path: path of the folder, once it is published.
-        world: all ranks of the run.
-        partial: the folder that is written.
-        written: done when this rank's files are.
-        published: on rank 0, done when the checkpoint is published.
-        given_up: set when another rank has failed.
-    """
-
-    path: Path
+    path: Path  # of the folder, once it is published
     world: World
-    partial: Path
-    written: Future[None]
-    published: Future[None]
-    given_up: threading.Event
+    partial: Path  # the folder that is written
+    written: Future[None]  # done when this rank's files are
+    published: Future[None]  # on rank 0, done when the checkpoint is published
+    given_up: threading.Event  # set when another rank has failed
 
     def wait(self) -> Path:
         """Wait for the published checkpoint, return its folder. Collective call: every rank must call it.

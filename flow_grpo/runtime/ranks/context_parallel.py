@@ -119,15 +119,10 @@ def _all_to_all(
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """This rank's part of a sample's tokens; see the module.
+    """This rank's part of a sample's tokens; see the module."""
 
-    Attributes:
-        context: the ranks that have the others.
-        patches: how many of a frame each of them has.
-    """
-
-    context: ContextParallel
-    patches: tuple[int, ...]
+    context: ContextParallel  # the ranks that have the others
+    patches: tuple[int, ...]  # how many of a frame each of them has
 
     @property
     def own(self) -> int:

@@ -45,19 +45,12 @@ class RankError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Timeouts:
-    """How long ranks wait for each other, in seconds.
+    """How long ranks wait for each other, in seconds."""
 
-    Attributes:
-        control_s: for CPU collectives; must exceed the lag of the slowest rank.
-        device_s: for device collectives; should exceed the vendor's own timeouts, which give better error messages.
-        dead_s: without a heartbeat before a rank counts as dead; 0 disables the watchdog.
-        silent_s: without progress before a rank counts as hanging.
-    """
-
-    control_s: float
-    device_s: float = 7200.0
-    dead_s: float = 0.0
-    silent_s: float = 1800.0
+    control_s: float  # for CPU collectives; must exceed the lag of the slowest rank
+    device_s: float = 7200.0  # for device collectives; above the vendor's own timeouts, whose error messages are better
+    dead_s: float = 0.0  # without a heartbeat before a rank counts as dead; 0 disables the watchdog
+    silent_s: float = 1800.0  # without progress before a rank counts as hanging
 
     def group_s(self, device: torch.device) -> float:
         """Timeout of the default process group, whose collectives run on `device`."""
@@ -66,20 +59,13 @@ class Timeouts:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Ranks that exchange small CPU tensors and texts; where there is one, every call returns its own input.
+    """Ranks that exchange small CPU tensors and texts; where there is one, every call returns its own input."""
 
-    Attributes:
-        rank: number of this process, 0..size-1.
-        size: number of ranks.
-        gloo: process group of these ranks, None where there is one.
-        heartbeat: the watchdog of this process, or None.
-        sent: kind -> bytes that this rank has sent to others; one counter for all groups of a run.
-    """
-
-    rank: int = 0
+    rank: int = 0  # of this process, 0..size-1
     size: int = 1
-    gloo: dist.ProcessGroup | None = None
-    heartbeat: Heartbeat | None = None
+    gloo: dist.ProcessGroup | None = None  # None where there is one rank
+    heartbeat: Heartbeat | None = None  # the watchdog of this process
+    # Kind -> bytes that this rank has sent to others; one counter for all groups of a run.
     sent: Counter[str] = dataclasses.field(default_factory=Counter, compare=False)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -148,23 +134,13 @@ class World:
 
     Ranks that share samples (`train.context_parallel`) hold the same ones: `data` has one rank of each such group, and
     `sample` is this rank's. Where none are shared, `data` is `all`, and `sample` this rank alone.
-
-    Attributes:
-        all: all ranks of the run.
-        data: ranks with different samples, this one among them.
-        sample: ranks with the same samples as this one.
-        local_rank: 0.. on this node.
-        restarted: whether the launcher restarted the ranks after an attempt that called `mark_started`.
-        store: store of the launcher, which outlives the ranks, or None.
-        timeouts: timeouts of collectives.
     """
 
     all: Group = dataclasses.field(default_factory=Group)
-    data: Group = dataclasses.field(default_factory=Group)
-    sample: Group = dataclasses.field(default_factory=Group)
-    local_rank: int = 0
-    restarted: bool = False
-    store: Store | None = None
+    data: Group = dataclasses.field(default_factory=Group)  # ranks with different samples, this one among them
+    sample: Group = dataclasses.field(default_factory=Group)  # ranks with the same samples as this one
+    restarted: bool = False  # by the launcher, after an attempt that called `mark_started`
+    store: Store | None = None  # the launcher's, which outlives the ranks
     timeouts: Timeouts = Timeouts(control_s=3600.0)
 
     @classmethod
@@ -310,7 +286,7 @@ def init_ranks(device: torch.device, timeouts: Timeouts, *, init_method: str = "
     """
     if "RANK" not in os.environ:
         return World.of(Group(heartbeat=_watchdog(timeouts, HashStore, 0, 1)))
-    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == world_size:
         # Over the loopback interface a single node works with an unresolvable host name.
         loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
@@ -333,7 +309,7 @@ def init_ranks(device: torch.device, timeouts: Timeouts, *, init_method: str = "
     # A cloned connection: blocking calls on the original would delay heartbeats.
     heartbeat = _watchdog(timeouts, lambda: PrefixStore(f"heartbeat/{attempt}", store.clone()), rank, world_size)
     group = Group(rank, world_size, heartbeat=heartbeat)
-    world = World(group, group, Group(), local_rank, restarted, store, timeouts)
+    world = World(group, group, Group(), restarted, store, timeouts)
     with world.broadcast_failure():
         dist.init_process_group(
             device_api.process_group_backend(device),
