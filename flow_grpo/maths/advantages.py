@@ -22,6 +22,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+ADV_NORMS = ("group", "batch", "batch_centered", "max_group", "none")
+
 
 @dataclasses.dataclass(frozen=True)
 class CombinedAdvantages:
@@ -98,7 +100,7 @@ def combine_rewards(  # noqa: PLR0913 - a flat call that reads like the formula
     Args:
         rewards: name -> (N,) values gathered from all ranks, in any order; names without a weight are ignored.
         valid: name -> (N,) bool; non-finite values count as invalid.
-        weights: name -> weight; rewards of weight 0 do not count, at least one has another.
+        weights: name -> weight; rewards of weight 0 do not count.
         group_ids: (N,) integer group id of every sample, each occurring k times.
         k: group size, at least 2.
         floors: name -> noise floor, in the reward's unit: a group whose values differ by no more is flat in this
@@ -112,11 +114,12 @@ def combine_rewards(  # noqa: PLR0913 - a flat call that reads like the formula
         adv_clip: largest |A|.
 
     Raises:
-        ValueError: a group without exactly k samples (naming its gid), ids that are not integers, or shapes that
-            disagree.
+        ValueError: a group without exactly k samples (naming its gid), ids that are not integers, shapes that disagree,
+            a parameter out of bounds, a weighted reward without values, or no reward of non-zero weight.
     """
+    _check_parameters(k, adv_norm, adv_eps, adv_ddof, flat_eps, adv_clip)
     groups = _group(group_ids, k)
-    active = [name for name, weight in weights.items() if weight != 0]
+    active = _active(rewards, valid, weights)
     seen = {name: _per_group(name, rewards[name], valid[name], groups) for name in active}
     floor = {name: max(floors.get(name, 0.0), flat_eps) for name in active}
     without_any = ~torch.stack([seen[name].valid for name in active]).any(dim=0)  # (N,) samples without a valid reward
@@ -137,6 +140,17 @@ def combine_rewards(  # noqa: PLR0913 - a flat call that reads like the formula
     largest = groups.extreme(advantages.abs(), "amax")
     advantages *= torch.where(largest > adv_clip, adv_clip / largest, 1.0)[groups.member]
     return CombinedAdvantages(advantages, live.double(), level & ~incomplete, incomplete, groups.gids)
+
+
+def _active(rewards: Mapping[str, Tensor], valid: Mapping[str, Tensor], weights: Mapping[str, float]) -> list[str]:
+    """Return the names of rewards with non-zero weight; ValueError if there is none or one has no values."""
+    active = [name for name, weight in weights.items() if weight != 0]
+    if not active:
+        raise ValueError(f"reward weights are {dict(weights)}, at least one must be non-zero")
+    missing = [name for name in active if name not in rewards or name not in valid]
+    if missing:
+        raise ValueError(f"rewards {missing} have a weight but no values, got {sorted(rewards)}")
+    return active
 
 
 def _group(group_ids: Tensor, k: int) -> _Groups:
@@ -190,3 +204,16 @@ def _std(reward: _Reward, groups: _Groups, live: Tensor, adv_norm: str, ddof: in
     if adv_norm == "batch_centered":
         return (reward.centred[used].square().sum() / (used.sum() - ddof)).sqrt().expand_as(own)
     return reward.raw[used].std(correction=ddof).expand_as(own)
+
+
+def _check_parameters(k: int, adv_norm: str, adv_eps: float, adv_ddof: int, flat_eps: float, adv_clip: float) -> None:
+    if k < 2:
+        raise ValueError(f"k is {k}, must be at least 2: an advantage compares copies of one condition")
+    if adv_norm not in ADV_NORMS:
+        raise ValueError(f"adv_norm is {adv_norm!r}, must be one of {', '.join(ADV_NORMS)}")
+    if adv_ddof not in (0, 1):
+        raise ValueError(f"adv_ddof is {adv_ddof}, must be 0 or 1")
+    if not (adv_eps >= 0 and flat_eps >= 0):
+        raise ValueError(f"adv_eps is {adv_eps} and flat_eps {flat_eps}, both must be >= 0")
+    if not adv_clip > 0:
+        raise ValueError(f"adv_clip is {adv_clip}, must be > 0")

@@ -78,9 +78,12 @@ def grpo_loss(
         kl_coef: weight of the KL term, on which step weights do not act.
 
     Raises:
-        ValueError: shapes that would broadcast silently.
+        ValueError: shapes that would broadcast silently, a bound that is not positive, or kl_coef without kl.
     """
-    assert kl_coef == 0 or kl is not None, "kl_coef weighs the KL of every step"
+    if not 0 < clip_range < 1:
+        raise ValueError(f"clip_range is {clip_range}, must be > 0 and < 1")
+    if not kl_coef >= 0 or (kl_coef > 0 and kl is None):
+        raise ValueError(f"kl_coef is {kl_coef}, must be >= 0, and 0 without the KL of every step in kl")
     rows, columns = _check_shapes(log_prob, old_log_prob, advantages, kl)
     log_ratio = log_prob - old_log_prob.detach()
     ratio = (log_ratio if guard is None else _guarded(log_ratio, guard)).exp()

@@ -10,6 +10,7 @@ from torch import Tensor
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.sde import coefficients
 
+STEP_WEIGHTS = ("none", "inverse_gain", "inverse_delta")
 TAIL_EXPONENT = 0.85
 
 
@@ -32,6 +33,22 @@ def flow_sigmas(num_steps: int, shift: float) -> Tensor:
 def shifted(u: Tensor, shift: float) -> Tensor:
     """Return the noise levels of times u in [0, 1] before the shift, 1 is noise."""
     return shift * u / (1 + (shift - 1) * u)
+
+
+def check_sde_steps(sde_steps: Sequence[int], num_steps: int) -> None:
+    """Raise for steps that cannot be stochastic.
+
+    Raises:
+        ValueError: empty, not strictly increasing, or outside 0..num_steps-2: in every variant the last step has
+            c < 0 or std 0.
+    """
+    steps = list(sde_steps)
+    if not steps or steps != sorted(set(steps)):
+        raise ValueError(f"sde_steps is {steps}, must be at least one step, each once, in increasing order")
+    if steps[0] < 0 or steps[-1] > num_steps - 2:
+        raise ValueError(
+            f"sde_steps is {steps}, must lie within 0..{num_steps - 2} of {num_steps}: the last step is always ODE"
+        )
 
 
 def windows(sde_steps: Sequence[int], window: int) -> list[tuple[int, ...]]:
@@ -107,7 +124,16 @@ def step_weights(
         kind: SDE variant, see `sde.coefficients`.
         noise_level: scale of the noise.
         max_step_std: bound of the step std.
+
+    Raises:
+        ValueError: unknown kind of weight, a step that cannot be trained, or no noise.
     """
+    if kind_of_weight not in STEP_WEIGHTS:
+        raise ValueError(f"step weight is {kind_of_weight!r}, must be one of {', '.join(STEP_WEIGHTS)}")
+    if kind == "ode" or noise_level == 0:
+        raise ValueError(f"sde kind {kind!r} with noise_level {noise_level} adds no noise: no step can be trained")
+    num_steps = len(sigmas) - 1
+    check_sde_steps(sde_steps, num_steps)
     steps = torch.tensor(list(sde_steps))
     before, after = sigmas[steps], sigmas[steps + 1]
     step = coefficients(
@@ -118,6 +144,6 @@ def step_weights(
         "inverse_gain": 1 / step.gain,
         "inverse_delta": 1 / (before.double() - after.double()),
     }[kind_of_weight]
-    weights = torch.zeros(len(sigmas) - 1, dtype=torch.float64)
+    weights = torch.zeros(num_steps, dtype=torch.float64)
     weights[steps] = raw / raw.mean()
     return weights.float()

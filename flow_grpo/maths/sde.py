@@ -137,8 +137,15 @@ def transition(
 ) -> Transition:
     """Return the Gaussian of the next latents, mean = keep * latents - kappa * velocity; differentiable in `velocity`.
 
-    Both are (B, ...): the prediction of noise - clean, guidance included, and what it was made of. All else is as in
-    `coefficients`.
+    Args:
+        velocity: (B, ...), the prediction of noise - clean, guidance included.
+        latents: (B, ...), before the step.
+        sigma: this and all that follow as in `coefficients`.
+        sigma_next: noise level after the step.
+        kind: SDE variant.
+        noise_level: scale of the noise.
+        sigma_cap: bound of sigma inside "flow".
+        max_step_std: bound of the step std.
 
     Raises:
         ValueError: shapes that would broadcast silently, or as `coefficients`.

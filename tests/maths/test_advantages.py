@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flow_grpo.maths.advantages import CombinedAdvantages, combine_rewards
-
-ADV_NORMS = ("group", "batch", "batch_centered", "max_group", "none")
+from flow_grpo.maths.advantages import ADV_NORMS, CombinedAdvantages, combine_rewards
 
 
 def group_advantages(rewards: Tensor, ids: Tensor, *, valid: Tensor | None = None, **settings: object) -> Tensor:
@@ -127,6 +125,12 @@ def test_flat_groups_and_groups_without_values_get_zeros_whatever_the_normaliser
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"k": 1}, "k is 1"),
+        ({"adv_norm": "global"}, "adv_norm is 'global'"),
+        ({"adv_ddof": 2}, "adv_ddof is 2"),
+        ({"adv_eps": -1.0}, "adv_eps is -1.0"),
+        ({"flat_eps": math.nan}, "flat_eps nan"),
+        ({"adv_clip": 0.0}, "adv_clip is 0.0"),
         ({"rewards": torch.zeros(2, 1)}, "must be \\(2,\\) like group_ids"),
         ({"valid": torch.ones(3, dtype=torch.bool)}, "must be \\(2,\\) like group_ids"),
         ({"ids": torch.zeros(2)}, r"group_ids is torch.float32 .* must be integers"),
@@ -262,3 +266,10 @@ def test_a_group_beyond_the_clip_is_scaled_as_a_whole_and_keeps_its_mean_of_zero
     assert bound[:4].tolist() == pytest.approx([5.0, -5 / 3, -5 / 3, -5 / 3])
     torch.testing.assert_close(bound[4:], free[4:] * min(1.0, 5.0 / free[4:].abs().max().item()))
     assert bound.view(2, 4).sum(dim=1).tolist() == pytest.approx([0.0, 0.0], abs=1e-12)
+
+
+def test_weights_without_values_and_weights_of_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"rewards \['b'\] have a weight but no values, got \['a'\]"):
+        combine({"a": [0.0, 1.0]}, {"a": 1.0, "b": 1.0}, [0, 0], 2)
+    with pytest.raises(ValueError, match="at least one must be non-zero"):
+        combine({"a": [0.0, 1.0]}, {"a": 0.0}, [0, 0], 2)
