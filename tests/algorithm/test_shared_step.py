@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from flow_grpo.algorithm.groups import compare
+from flow_grpo.algorithm.groups.compare import Chosen
 from flow_grpo.algorithm.groups.subset import narrow
 from flow_grpo.algorithm.rollout.shared_step import dealt
 from flow_grpo.algorithm.update.objective import GrpoObjective, OldPolicy
+from flow_grpo.maths.advantages import CombinedAdvantages
 from flow_grpo.records import Samples, ScoredBatch
 from flow_grpo.runtime.clock import Clock
 from flow_grpo.runtime.ranks.exchange import owners
@@ -92,15 +94,10 @@ def test_with_calls_of_one_row_a_shared_step_changes_no_bit():
         assert all(torch.equal(shared[name], tensor) for name, tensor in plain.items())
 
 
-def record(batch: ScoredBatch) -> Samples:
-    assert batch.groups is not None
-    return batch.groups
-
-
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_group_s_record_holds_the_steps_of_its_copies(window):
     batch, _ = collected(World(), True, sde_window=window, **of_size("spread", 8))
-    groups, samples = record(batch), batch.samples
+    groups, samples = batch.groups, batch.samples
     assert groups.copies == K and groups.passes == 1 + K * (window - 1)
     assert groups.trajectory.states.shape[:2] == (2, 1 + K * window)
     place = {(gid, slot): row for row, (gid, slot, _) in enumerate(samples.keys.tolist())}
@@ -140,7 +137,7 @@ def test_the_gradient_of_shared_steps_is_that_of_a_row_for_every_copy(window, se
     batch, _ = collected(World(), True, sde_window=window, **of_size("spread", 8))
     draw = torch.Generator().manual_seed(3)
     advantages, weights = torch.randn(2, 2, K, generator=draw), torch.rand(2, 2, K, generator=draw)
-    whole = dataclasses.replace(record(batch), advantages=advantages[0], weights=weights[0])
+    whole = dataclasses.replace(batch.groups, advantages=advantages[0], weights=weights[0])
     whole = whole.map(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
     def gradient(samples: Samples) -> torch.Tensor:
@@ -162,7 +159,7 @@ def test_the_gradient_of_shared_steps_is_that_of_a_row_for_every_copy(window, se
 def test_the_steps_after_the_first_are_replayed_copy_by_copy_in_calls_of_as_many_rows_as_groups():
     policy = ToyPolicy()
     batch, _ = collected(World(), True, policy, sde_window=2, **of_size("spread", 8))
-    groups = dataclasses.replace(record(batch), advantages=torch.ones(2, K), weights=torch.ones(2, K))
+    groups = dataclasses.replace(batch.groups, advantages=torch.ones(2, K), weights=torch.ones(2, K))
     policy.calls.clear()
     objective = GrpoObjective(policy, Sampling(SIGMAS, SDE, 1), None, train_config())
     for number in range(groups.passes):
@@ -172,88 +169,76 @@ def test_the_steps_after_the_first_are_replayed_copy_by_copy_in_calls_of_as_many
     assert [rows for rows, *_ in policy.calls] == [2] * (1 + K)
 
 
-def trained(world: World, share: bool, layout: str, *, size: int = 8, window: int = 1, micro: int = 16, **changes):
+def updated(world: World, policy: ToyPolicy, chosen: Chosen, compared: CombinedAdvantages, changes: dict[str, object]):
+    """Return weights and metrics after an epoch's update of what was chosen, and the weight of this rank's rows."""
+    own = compare.own_rows(chosen, compared, world)
+    policy.module = parallelize(policy.net, "ddp", torch.device("cpu"), world)
+    moving = updater(policy, world=world, **({"rollout_batch_size": 8, "batch_size": 16} | changes))
+    metrics = update(moving, own)
+    return weights_of(policy), metrics, own.weights.sum().item()
+
+
+def trained(world: World, share: bool, sample: dict[str, object], changes: dict[str, object] | None = None):
     """Return weights after an epoch's update, its metrics and the rows of the update's calls."""
     policy = ToyPolicy()
-    batch, _ = collected(world, share, policy, sde_window=window, **of_size(layout, size))
+    batch, _ = collected(world, share, policy, **{"sde_window": 1} | sample)
     policy.calls.clear()
     gathered = compare.gather([batch], world)
     compared = compare.advantages(gathered, reward_config(), k=K, floors={})
-    own = compare.own_rows(compare.everything([batch], gathered, world), compared, world)
-    policy.module = parallelize(policy.net, "ddp", torch.device("cpu"), world)
-    metrics = update(updater(policy, rollout_batch_size=size, world=world, batch_size=micro, **changes), own)
-    return weights_of(policy), metrics, sum(rows for rows, *_ in policy.calls)
+    weights, metrics, _ = updated(
+        world,
+        policy,
+        compare.everything([batch], gathered, world),
+        compared,
+        {"old_log_prob": "detach"} | (changes or {}),
+    )
+    return weights, metrics, sum(rows for rows, *_ in policy.calls)
 
 
 @pytest.mark.parametrize("layout", ["spread", "shuffled", "contiguous"])
 @pytest.mark.parametrize("window", [1, 2])
 def test_an_update_by_groups_is_that_by_samples_on_any_number_of_ranks(layout, window):
-    start = weights_of(ToyPolicy())
+    start, sample = weights_of(ToyPolicy()), of_size(layout, 8) | {"sde_window": window}
     for ranks in (1, 2, 4):
-        plain, before, rows = _on_ranks(ranks, False, layout, window)
-        groups, after, fewer = _on_ranks(ranks, True, layout, window)
-        assert (plain - start).abs().max() > 1e-5
-        torch.testing.assert_close(groups, plain, rtol=0, atol=2e-7)
-        for name in ("train/loss", "train/grad_norm", "policy/clip_fraction"):
-            assert after[name] == pytest.approx(before[name], rel=1e-4, abs=1e-6)
-        assert rows == 8 * ranks * window and fewer == 2 * ranks * (1 + K * (window - 1))
-
-
-def _on_ranks(ranks: int, share: bool, layout: str, window: int):
-    options = {"window": window, "old_log_prob": "detach"}
-    results = run_ranks(_trained_with, ranks, share, layout, options)
-    assert all(torch.equal(weights, results[0][0]) for weights, *_ in results)
-    return results[0][0], results[0][1], sum(rows for *_, rows in results)
-
-
-def _trained_with(world: World, share: bool, layout: str, options: dict):
-    return trained(world, share, layout, **options)
+        alone, together = (run_ranks(trained, ranks, share, sample) for share in (False, True))
+        assert (alone[0][0] - start).abs().max() > 1e-5
+        for (plain, before, rows), (groups, after, fewer) in zip(alone, together, strict=True):
+            assert torch.equal(groups, together[0][0])
+            torch.testing.assert_close(groups, plain, rtol=0, atol=2e-7)
+            for name in ("train/loss", "train/grad_norm", "policy/clip_fraction"):
+                assert after[name] == pytest.approx(before[name], rel=1e-4, abs=1e-6)
+            assert rows == 8 * window and fewer == 2 * (1 + K * (window - 1))
 
 
 def test_the_same_draws_on_1_2_and_4_ranks_give_the_same_weights_whatever_the_micro_batch():
-    found = [_same_work(World(), 8, 16)]
-    found += [run_ranks(_same_work, ranks, 8 // ranks, micro)[0] for ranks, micro in ((2, 1), (4, 1), (2, 16))]
-    found.append(_same_work(World(), 8, 1))
+    found = []
+    for ranks, micro in ((1, 16), (2, 1), (4, 1), (2, 16), (1, 1)):
+        sample = {"train_batch_size": 8 // ranks, "num_batches_per_epoch": 2}
+        changes = {"rollout_batch_size": 8 // ranks, "batch_size": micro}
+        found.append(run_ranks(trained, ranks, True, sample, changes)[0][0])
     for weights in found[1:]:
         torch.testing.assert_close(weights, found[0], rtol=0, atol=2e-7)
 
 
-def _same_work(world: World, size: int, micro: int) -> torch.Tensor:
-    policy = ToyPolicy()
-    batch, _ = collected(world, True, policy, sde_window=1, train_batch_size=size, num_batches_per_epoch=2)
-    gathered = compare.gather([batch], world)
-    compared = compare.advantages(gathered, reward_config(), k=K, floors={})
-    own = compare.own_rows(compare.everything([batch], gathered, world), compared, world)
-    policy.module = parallelize(policy.net, "ddp", torch.device("cpu"), world)
-    update(updater(policy, rollout_batch_size=size, world=world, batch_size=micro, old_log_prob="detach"), own)
-    return weights_of(policy)
-
-
 def test_before_the_first_update_the_ratio_is_one_exactly_in_calls_of_the_rollout_s_groups():
-    _, metrics, _ = trained(World(), True, "spread")
+    sample = of_size("spread", 8)
+    _, metrics, _ = trained(World(), True, sample, {"old_log_prob": "auto"})
     assert metrics["policy/ratio_first_max_abs_log"] == 0.0
     assert metrics["policy/ratio_min"] == metrics["policy/ratio_max"] == 1.0
-    _, metrics, _ = trained(World(), True, "spread", micro=1, old_log_prob="rollout")
+    _, metrics, _ = trained(World(), True, sample, {"batch_size": 1, "old_log_prob": "rollout"})
     assert 0 < metrics["policy/ratio_first_max_abs_log"] < 1e-6
 
 
 def test_several_updates_take_whole_groups_and_recompute_their_old_log_probabilities():
-    _, metrics, rows = trained(World(), True, "spread", micro=1, updates_per_epoch=2)
+    changes = {"batch_size": 1, "updates_per_epoch": 2, "old_log_prob": "auto"}
+    _, metrics, rows = trained(World(), True, of_size("spread", 8), changes)
     assert metrics["train/updates"] == 2.0 and rows == 2 * 2
     assert metrics["policy/ratio_first_max_abs_log"] < 1e-6
 
 
 def _with_resampling(world: World, share: bool, layout: str, policy_name: str, copies: int):
-    policy = ToyPolicy()
-    sampling = collector(
-        world,
-        policy,
-        debug=False,
-        same_initial_noise=True,
-        share_prefix=share,
-        sde_window=1,
-        **of_size(layout, 8),
-    )
+    policy, sample = ToyPolicy(), of_size(layout, 8) | {"sde_window": 1, "share_prefix": share}
+    sampling = collector(world, policy, debug=False, same_initial_noise=True, **sample)
 
     def sample_round(_: int = 0):
         batches = sampling.collect(Clock(torch.device("cpu")))
@@ -267,10 +252,8 @@ def _with_resampling(world: World, share: bool, layout: str, policy_name: str, c
     compared = compare.advantages(chosen.gathered, reward, k=K, floors={})
     if copies:
         chosen, compared = narrow(chosen, compared, copies, world)
-    own = compare.own_rows(chosen, compared, world)
-    policy.module = parallelize(policy.net, "ddp", torch.device("cpu"), world)
-    update(updater(policy, rollout_batch_size=8, world=world, batch_size=16, old_log_prob="detach"), own)
-    return weights_of(policy), metrics, own.weights.sum().item()
+    weights, _, mass = updated(world, policy, chosen, compared, {"old_log_prob": "detach"})
+    return weights, metrics, mass
 
 
 @pytest.mark.parametrize(("policy", "copies"), [("pad", 0), ("fill_flat", 0), ("rebalance", 0), ("pad", 2)])

@@ -44,8 +44,9 @@ def test_flat_groups_are_left_out_and_a_way_that_makes_all_copies_equal_agrees_i
     exact = torch.tensor([[1.0, 1.1], [1.0, 1.5]])
     assert certify(exact, exact, floor=0.2).groups == 1
     assert certify(torch.zeros(2, 2), exact).correlation == 0
-    close = certify(torch.tensor([[1.0, 1.6, 1.5]]), torch.tensor([[1.0, 1.4, 1.5]]), floor=0.2)
-    assert close.ends == 1 and certify(torch.tensor([[1.0, 1.6, 1.5]]), torch.tensor([[1.0, 1.2, 1.5]])).ends == 0.5
+    one = torch.tensor([[1.0, 1.6, 1.5]])
+    assert certify(one, torch.tensor([[1.0, 1.4, 1.5]]), floor=0.2).ends == 1
+    assert certify(one, torch.tensor([[1.0, 1.2, 1.5]])).ends == 0.5
     none = certify(exact, torch.full((2, 2), NAN))
     assert none.groups == 0 and math.isnan(none.correlation) and not none.holds
 
