@@ -44,7 +44,7 @@ MEASURES = {  # -> title and decimals; what a record lacks is not shown
     "eval/target_view_psnr_db": ("PSNR dB (trained)", 3),
 }
 EVERY = 10  # epochs between evaluations
-BY_CAMERA = ("demo", "twin_by_copies")  # variants with a table of their own
+BY_CAMERA = ("demo", "twin")  # variants with a table of their own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,16 +124,12 @@ VARIANTS = {
     "subset": Variant("+ best 2 and worst 2 of 8 trained", "tiny_recam", SUBSET),
     "demo_by_copies": Variant("these, 130 updates at 4e-4, averaged over 20: the demo before", "tiny_recam", BY_COPIES),
     "demo": Variant("the demo: the trained step once a group, all 8 copies", "tiny_recam", {}),
-    "demo_longer": Variant("the demo for as many F as before, 200 updates", "tiny_recam", {"num_epochs": 200}),
     "forward": Variant("camera rewards, forward objective, best 2 and worst 2", "tiny_recam", FORWARD),
     "twin_today": Variant("my_recam_8npu_tiny, sampler and rate before this study", "my_recam_8npu_tiny", TWIN_TODAY),
     "twin_by_copies": Variant(
         "my_recam_8npu_tiny, a row for every copy", "my_recam_8npu_tiny", TWIN | {"sample.share_prefix": False}
     ),
     "twin": Variant("my_recam_8npu_tiny, the trained step once a group", "my_recam_8npu_tiny", TWIN),
-    "twin_longer": Variant(
-        "the same for as many F as before, 580 updates", "my_recam_8npu_tiny", TWIN | {"num_epochs": 580}
-    ),
 }
 
 

@@ -7,8 +7,9 @@ For every reward: its spread inside groups with each copy's own initial noise an
 share (how much of the variance recorded noise caused), and the spread over the reward's noise floor. For every
 stochastic step its noise and gain; and the root mean square of the log-ratio that one update at the recipe's rate
 makes, in units of train.clip_range. With --tails 2 3 5 it also compares these values of sample.tail_steps with all of
-the schedule's steps: the rewards of otherwise equal samples, and whether they rank the copies alike, group by group
-(flow_grpo/maths/certificate.py), beside controls: all steps, with noise on the final latents.
+the schedule's steps, or with --against 32 with so many second-order ones, which are the ODE: the rewards of otherwise
+equal samples, and whether they rank the copies alike, group by group (flow_grpo/maths/certificate.py), beside controls:
+the reference, with noise on the final latents.
 Nothing is kept. With --json the last line of stdout is one JSON object.
 Exit code: 0, or 2 for a setting that cannot work.
 """
@@ -96,9 +97,11 @@ def compare_tails(trainer: Trainer, asked: argparse.Namespace) -> list[dict[str,
     """
     groups, reference = asked.groups, (asked.against, 0.0)
     collector, data, world = trainer.collector, trainer.training_data, trainer.world
-    floors = collector.rewards.floors
+    floors, flat = collector.rewards.floors, trainer.reward.flat_eps
     found: dict[tuple[int, float], dict[str, Tensor]] = {}
-    gids = held_out_indices(data, groups * world.data.size)[world.data.rank * groups :][:groups] if asked.tails else []
+    order = held_out_indices(data, len(data))
+    first = world.data.rank * groups
+    gids = [order[number % len(order)] for number in range(first, first + groups)]
     controls = [(asked.against, noise) for noise in NOISES]
     for tail, noise in [reference, *((tail, 0.0) for tail in asked.tails), *controls] if asked.tails else []:
         levels = tail_levels(collector.sampling.sigmas, tail) if tail else None
@@ -113,7 +116,7 @@ def compare_tails(trainer: Trainer, asked: argparse.Namespace) -> list[dict[str,
             "noise": noise,
             "mean": float(values.nanmean()),
             "mean_of_reference": float(found[reference][name].nanmean()),
-            **dataclasses.asdict(certificate := certify(values, found[reference][name], floors[name])),
+            **dataclasses.asdict(certificate := certify(values, found[reference][name], max(floors[name], flat))),
             "holds": certificate.holds,
         }
         for (tail, noise), rewards in found.items()

@@ -329,13 +329,13 @@ _EVAL = (
     Metric("eval/<name>_valid", "conditions that have a value, recorded where some have none", "share", (0.9, 1.0)),
 )
 _EVAL_OTHERS = (
-    Metric("tail/<reward>_low", "the 5 % bound of that mean"),
+    Metric("tail/<reward>_low", "the 5 % bound of `tail/<reward>`"),
     Metric(
         "tail/<reward>",
         "correlation of a reward inside a group, mean over the last groups asked",
         "",
         (0.9, 1.0),
-        "raise `sample.tail_steps`; where it is below beyond doubt, the run goes on with all steps",
+        "raise `sample.tail_steps`; where it is below beyond doubt, the run goes on with all steps, but for `fixed/`",
     ),
     Metric("fixed/<reward>_start", "the same mean when it was first measured so: before training"),
     Metric("fixed/<reward>", "mean of a reward; beside `_start` it is what was learned, without the luck of an epoch"),

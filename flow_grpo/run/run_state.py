@@ -136,7 +136,8 @@ class RunState:
         rows, self.measured_on = state.get("before_rows"), state.get("measured_on", {})
         self.table_before = None if rows is None else Table.of_rows(rows)
         self.fixed, self.fixed_on = state.get("fixed", {}), state.get("fixed_on", "")
-        self.tail, self.broken = TailRecord(**state.get("tail", {})), state.get("broken", "")
+        self.broken, tail = state.get("broken", ""), state.get("tail")
+        self.tail = TailRecord(tail["fingerprint"], tail["forwards"], tail["values"]) if tail else TailRecord()
         self.floor, self.forward_equivalents = state.get("floor", {}), state.get("forward_equivalents", 0.0)
         self.history = UpdateHistory(
             taken=state.get("steps_taken", 0),

@@ -64,7 +64,7 @@ class Position(TypedDict):
 class Tail(TypedDict):
     """What a run knows of its short tail, see `TailRecord`."""
 
-    on: StrictStr
+    fingerprint: StrictStr
     forwards: StrictFloat
     values: Weights
 

@@ -1,7 +1,7 @@
 """Does the short tail still rank the copies of a group as all steps of the schedule do? Asked a few times in a run.
 
-The first batch of a round holds whole groups. Its copies are finished a second time, by all steps, from the latents
-that they had after their stochastic steps, and scored again: the two videos of a copy differ by the tail alone.
+A round's first batch holds whole groups. Its copies are finished a second time, by all steps, from the latents that
+they had after their stochastic steps, and scored again: the two videos of a copy differ by the tail alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.rollout.denoise import tail
 from flow_grpo.algorithm.rollout.scoring import decode, share_results
-from flow_grpo.maths.certificate import LEAST_CORRELATION, Certificate, certify
+from flow_grpo.maths.certificate import FEW_GROUPS, LEAST_CORRELATION, Certificate, certify
 from flow_grpo.maths.keys import key
 from flow_grpo.records import ScoredBatch
 from flow_grpo.settings.checks import trained_rewards
@@ -25,7 +25,7 @@ from flow_grpo.settings.checks import trained_rewards
 if TYPE_CHECKING:
     from flow_grpo.run.trainer import Trainer
 
-SHARE = 0.008  # of the forwards so far, before it is asked again: with the first time, below 1 % of a run's
+SHARE = 0.008  # of the forwards so far, before it is asked again: below 1 % of a long run's
 KEPT = 48  # groups, the last ones: the weights change
 
 
@@ -33,7 +33,7 @@ KEPT = 48  # groups, the last ones: the weights change
 class TailRecord:
     """What a run knows of its short tail; part of its checkpoints."""
 
-    on: str = ""  # fingerprint of what it depends on besides the trained weights
+    fingerprint: str = ""  # of what it depends on besides the trained weights
     forwards: float = 0.0  # that asking has taken, over all ranks
     values: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # reward -> (groups, 2, k) fp64
 
@@ -43,25 +43,37 @@ class TailRecord:
             self.values[name] = torch.cat([self.values.get(name, new[:0]), new])[-KEPT:]
 
     def certificates(self, trainer: Trainer) -> dict[str, Certificate]:
-        """Return how far the tail agrees with all steps, by trained reward."""
-        names, floors = trained_rewards(trainer.config), trainer.collector.rewards.floors
-        return {name: certify(own[:, 0], own[:, 1], floors[name]) for name, own in self.values.items() if name in names}
+        """Return how far the tail agrees with all steps, by trained reward; what training finds flat is left out."""
+        names, floors, flat = trained_rewards(trainer.config), trainer.collector.rewards.floors, trainer.reward.flat_eps
+        return {
+            name: certify(own[:, 0], own[:, 1], max(floors[name], flat))
+            for name, own in self.values.items()
+            if name in names
+        }
+
+
+def can_ask(trainer: Trainer) -> bool:
+    """Return whether there is a short tail after recorded steps, and batches hold whole groups."""
+    sampling, sample = trainer.collector.sampling, trainer.config.sample
+    whole = sample.layout != "contiguous" or sample.train_batch_size % sample.k == 0
+    return sampling.tails is not None and sampling.record and bool(sampling.blocks) and whole
 
 
 def begin(trainer: Trainer) -> None:
-    """Forget what was found with other settings; leave a tail that was found to rank copies otherwise."""
-    on = str(key("tail", str(trainer.collector.sampling), *trainer.collector.rewards.floors))
-    if trainer.state.tail.on != on:
-        trainer.state.tail = TailRecord(on)
-    _leave_if_short(trainer)
+    """Forget what was found with other settings; give up a tail that was found to rank copies otherwise."""
+    config, rewards = trainer.config, sorted(trainer.collector.rewards.floors)
+    size = config.data.num_frames, config.data.height, config.data.width
+    found_with = str(key("tail", str(trainer.collector.sampling), str(config.sample), *size, *rewards))
+    if trainer.state.tail.fingerprint != found_with:
+        trainer.state.tail = TailRecord(found_with)
+    _give_up_if_failing(trainer)
 
 
 def ask_if_due(trainer: Trainer, batch: ScoredBatch) -> None:
-    """Ask, in an epoch whose first record is `batch`, and go on with all steps if the tail ranks copies otherwise."""
-    record, sampling, world = trainer.state.tail, trainer.collector.sampling, trainer.world
-    if sampling.tails is None or not sampling.record:
-        return
-    if record.forwards > SHARE * trainer.state.forward_equivalents:
+    """Ask with the first record of a round, until a few groups were seen and then now and then; obey the answer."""
+    record, world = trainer.state.tail, trainer.world
+    seen = max(map(len, record.values.values()), default=0)
+    if not can_ask(trainer) or (seen >= FEW_GROUPS and record.forwards > SHARE * trainer.state.forward_equivalents):
         return
     begun, _ = trainer.forwards.since_mark()
     with trainer.clock.epoch.phase("tail_check"):
@@ -74,17 +86,17 @@ def ask_if_due(trainer: Trainer, batch: ScoredBatch) -> None:
     metrics |= {f"tail/{name}_low": own.low for name, own in found.items()}
     trainer.metrics["system/tail_forward_equivalents"] = float(spent.sum())
     trainer.metrics |= {name: value for name, value in metrics.items() if math.isfinite(value)}
-    _leave_if_short(trainer)
+    _give_up_if_failing(trainer)
 
 
-def _leave_if_short(trainer: Trainer) -> None:
-    short = [name for name, own in trainer.state.tail.certificates(trainer).items() if own.falls_short]
-    if short:
+def _give_up_if_failing(trainer: Trainer) -> None:
+    failing = {name: own for name, own in trainer.state.tail.certificates(trainer).items() if own.falls_short}
+    if failing:
         trainer.collector.sampling = dataclasses.replace(trainer.collector.sampling, tails=None)
         trainer.progress.say(
-            f"sample.tail_steps={trainer.config.sample.tail_steps} ranks copies otherwise than all steps by "
-            f"{', '.join(short)} (correlation below {LEAST_CORRELATION}): the run goes on with all steps, for more "
-            "forwards; a longer tail may do, see tools/measure_signal.py --tails"
+            f"sample.tail_steps={trainer.config.sample.tail_steps} ranks copies otherwise than all steps, or a reward "
+            f"is not repeatable: correlation {in_words(failing)}, below {LEAST_CORRELATION}. The run goes on with all "
+            "steps, for more forwards. To have a tail again, resume with a longer one: tools/measure_signal.py --tails"
         )
 
 
@@ -93,7 +105,8 @@ def in_words(found: Mapping[str, Certificate]) -> str:
     parts = []
     for name, own in found.items():
         bounds = f"{own.low:.2f} to {own.high:.2f}, " if own.groups > 1 else ""
-        parts.append(f"{name} {own.correlation:.2f} ({bounds}groups: {own.groups})")
+        figures = f"{own.correlation:.2f} ({bounds}groups: {own.groups})"
+        parts.append(f"{name} {figures if own.groups else 'tells no copies apart'}")
     return ", ".join(parts)
 
 
@@ -101,22 +114,29 @@ def in_words(found: Mapping[str, Certificate]) -> str:
 def finish_by_all_steps(collector: Collector, batch: ScoredBatch, device: torch.device) -> dict[str, Tensor]:
     """Return reward -> (groups, 2, k) values of a round's first batch: as it was finished, and by all steps.
 
-    NaN where a reward has no value (collective call). `batch` is the first of the round's records.
+    NaN where a reward has no value, or where all steps are no more calls than the tail's (collective call). `batch` is
+    the first of the round's records.
     """
-    policy, world, sample = collector.policy, collector.world, collector.config.sample
-    rows, exact = slice(0, sample.train_batch_size), dataclasses.replace(collector.sampling, tails=None)
-    conditions, own = batch.conditions[rows], batch.samples.rows(rows).to(device)
+    policy, world, sample, sampling = collector.policy, collector.world, collector.config.sample, collector.sampling
+    rows, exact = slice(0, sample.train_batch_size), dataclasses.replace(sampling, tails=None)
+    conditions, own = batch.conditions[rows], batch.samples.rows(rows)
     with world.sync_errors("finishing by all steps"):
+        own = own.to(device)
         recorded = own.trajectory
-        latents = tail(policy, recorded.states[:, -1], own.conditioning, recorded.steps[:, -1] + 1, exact)
+        starts = recorded.steps[:, -1] + 1
+        latents = tail(policy, recorded.states[:, -1], own.conditioning, starts, exact)
         dealt = world.dealt_rows(0, len(conditions))
         mine = conditions[dealt]
         scored = collector.rewards(decode(policy, mine, latents[dealt]), mine) if mine else {}
     (again,) = share_results([scored], world)
     order = (world.data.all_gather(own.keys) @ torch.tensor([sample.k, 1, 0])).argsort()
+    assert sampling.tails is not None
+    shorter = sampling.tails.shape[1] < len(sampling.sigmas) - starts
     found = {}
     for name in again:
-        pair = [(one.values.cpu().double()[rows], one.valid.cpu()[rows]) for one in (batch.rewards[name], again[name])]
-        values = torch.stack([values.masked_fill(~valid, torch.nan) for values, valid in pair], dim=1)
-        found[name] = world.data.all_gather(values)[order].unflatten(0, (-1, sample.k)).mT
+        pair = [
+            one.values.cpu().double()[rows].masked_fill(~(one.valid.cpu()[rows] & shorter), torch.nan)
+            for one in (batch.rewards[name], again[name])
+        ]
+        found[name] = world.data.all_gather(torch.stack(pair, dim=1))[order].unflatten(0, (-1, sample.k)).mT
     return found

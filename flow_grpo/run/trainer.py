@@ -146,8 +146,8 @@ class Trainer:
         """Train for one epoch; its samples are freed on return, before the next epoch samples."""
         batches = self.sample()
         gathered = self.gather(batches)
-        tail_check.ask_if_due(self, batches[0])
         chosen = self.choose(batches, gathered)
+        tail_check.ask_if_due(self, batches[0])
         training_batch = self.compare(chosen)
         self.update(training_batch, epoch)
         self.finish_epoch(epoch)

@@ -160,7 +160,13 @@ class SampleConfig(Section):
         "into, drawn per group; 0 takes all",
         ge=0,
     )
-    tail_steps: Int = knob(0, "second-order steps after the last stochastic one; 0 follows the schedule", ge=0, le=1000)
+    tail_steps: Int = knob(
+        0,
+        "second-order steps after the last stochastic one; 0 follows the schedule, as a run does that finds these to "
+        "rank copies otherwise",
+        ge=0,
+        le=1000,
+    )
     guidance_scale: Float = knob(
         1.0, "classifier-free guidance of rollout and update; at 1 no second call", ge=1, le=MOST
     )

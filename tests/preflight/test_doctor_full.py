@@ -148,13 +148,13 @@ def test_a_reward_that_only_a_schedule_trains_carries_a_signal(places, tmp_path)
 
 
 def test_a_tail_that_ranks_copies_otherwise_than_all_steps_warns(places, tmp_path, monkeypatch):
-    trainer = build_trainer(words(places, output_root=tmp_path, sample__tail_steps=7))
+    trainer = build_trainer(words(places, output_root=tmp_path, sample__tail_steps=2))
     (sound,) = examine_tail(trainer)
-    assert sound.status == "ok" and "exposure 1.00 (1.00 to 1.00, groups: 6)" in sound.measured
-    drawn = torch.randn((8, 2, 4), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert sound.status == "ok" and "exposure 1.00 (" in sound.measured
+    drawn = torch.randn((2, 2, 4), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     monkeypatch.setattr("flow_grpo.preflight.doctor.rewards.finish_by_all_steps", lambda *_: {"exposure": drawn})
     (found,) = examine_tail(trainer)
-    assert found.status == "warn" and "raise sample.tail_steps" in found.way_out
+    assert found.status == "warn" and "groups: 8" in found.measured and "raise sample.tail_steps" in found.way_out
 
 
 def test_a_reward_that_cannot_be_measured_is_a_failed_check_with_its_cause(trainer):

@@ -41,7 +41,9 @@ class MatchingObjective:
     shift: float  # of the noise schedule
     seed: int
     train: TrainConfig
-    average: Callable[[], AbstractContextManager[None]]  # inside, the policy has its averaged weights
+    average: Callable[
+        [], AbstractContextManager[None]
+    ]  # the policy has its averaged weights; not entered at trust_coef 0
 
     @classmethod
     def build(

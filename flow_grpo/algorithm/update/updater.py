@@ -45,8 +45,8 @@ class Updater:
     optimizer: torch.optim.Optimizer  # over `policy.trained_parameters()`
     config: Config
     world: World
-    after_step: Callable[[], None] = lambda: None  # of the optimizer, such as to update a moving average of the weights
-    on_pass: Callable[[], None] = lambda: None  # over a micro-batch, for progress
+    after_step: Callable[[], None] = lambda: None  # called after an optimizer step, such as to average weights
+    on_pass: Callable[[], None] = lambda: None  # called after a pass over a micro-batch, for progress
 
     def plan(self, batch: TrainingBatch, epoch: int) -> UpdatePlan:
         """Return an epoch's micro-batches, of one video size each, dealt to its steps; `epoch` orders the rows."""
