@@ -366,8 +366,7 @@ def test_the_transformer_is_called_as_often_as_the_recipe_says(run):
         signal = sum(E.k * (window[0] + own) for window in chosen)  # groups of the signal's measurement
         assert {kind: rows_of(seen["calls"], kind) for kind in expected} == expected
         first = [window_of(gid, blocks, seed=recipe.seed) for gid in seen["gids"][rank * E.local :][: E.B]]
-        left = sum(recipe.sample.num_steps - 1 - window[-1] for window in first)
-        assert rows_of(seen["calls"], "tail check sampled") == left
+        assert rows_of(seen["calls"], "tail check sampled") == sum(recipe.sample.num_steps - 1 - w[-1] for w in first)
         evaluated = rows_of(seen["calls"], "evaluation sampled") - 2 * signal  # before and after
         assert evaluated in (2 * EVAL_STEPS * share, 2 * EVAL_STEPS * (share + 1))
         measured += evaluated // (2 * EVAL_STEPS)

@@ -66,10 +66,9 @@ def test_a_tail_that_ranks_copies_otherwise_is_left_and_so_by_a_resumed_run(tmp_
     assert trainer.collector.sampling.tails is None
     assert "sample.tail_steps=0 ranks copies otherwise than all steps" in capsys.readouterr().out
     newest = checkpoint.published(tmp_path / "checkpoints")[-1]
-    for seed, leaves in ((1, True), (2, False)):  # of other samples nothing is known
+    for seed, kept in ((1, {"brightness": values[9:]}), (2, {})):  # of other samples nothing is known
         resumed = make_trainer(tmp_path, World())
         resumed.collector.sampling = dataclasses.replace(resumed.collector.sampling, seed=seed)
         resumed.state.restore(newest, world=World())
-        assert (short_tailed(resumed).collector.sampling.tails is None) == leaves
-        kept = {"brightness": values[9:]} if leaves else {}
+        assert (short_tailed(resumed).collector.sampling.tails is None) == bool(kept)
         torch.testing.assert_close(resumed.state.tail.values, kept, rtol=0, atol=0)
