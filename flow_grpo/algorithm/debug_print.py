@@ -57,7 +57,13 @@ def prompt_line(number: int, prompts: Sequence[str]) -> str:
 
 
 def merged_lines(views: Sequence[dict[str, object]], expected: int, k: int) -> list[str]:
-    """Return the lines that show this rank's merged samples, given the `batch_view` of each video size."""
+    """Return the lines that show this rank's merged samples.
+
+    Args:
+        views: `batch_view` of all samples of the epoch on this rank, one per video size.
+        expected: how many there should be.
+        k: group size.
+    """
     names = ("latents", "log_probs", "target_cameras")  # the last where the model reads a camera
     shapes = [f"  {name}: {view[name].shape}" for view in views for name in names if name in view]  # type: ignore[attr-defined]
     total = sum(len(view["prompts"]) for view in views)  # type: ignore[arg-type, misc]
@@ -83,8 +89,11 @@ def gathered_lines(total: int, k: int) -> list[str]:
 def group_lines(gids: Tensor, slots: Tensor, indices: Tensor, world_size: int) -> list[str]:
     """Return a line per group, sorted: which rank holds which copy.
 
-    All are (N,) int64 of the samples in gathered order, N / W per rank. A condition, whose index is its position in the
-    data set, gives two groups when it is drawn twice.
+    Args:
+        gids: (N,) int64 group of every sample in gathered order, N / W per rank.
+        slots: (N,) int64 copy number.
+        indices: (N,) int64 position of the condition in the data set. One that is drawn twice gives two groups.
+        world_size: W.
     """
     places: dict[tuple[int, int], list[tuple[int, int]]] = {}
     per_rank = len(gids) // world_size
@@ -101,9 +110,15 @@ def group_lines(gids: Tensor, slots: Tensor, indices: Tensor, world_size: int) -
 
 
 def check_gathered(gids: Tensor, slots: Tensor, expected: int, k: int) -> None:
-    """Assert that all ranks together hold whole groups, from the (N,) int64 groups and slots of their samples.
+    """Assert that all ranks together hold whole groups.
 
     That is `expected` samples: expected / k groups of the k slots 0..k-1, each once.
+
+    Args:
+        gids: (N,) int64 group of every sample in gathered order.
+        slots: (N,) int64 copy number of every sample.
+        expected: how many samples the epoch has over all ranks.
+        k: group size.
     """
     assert len(gids) == expected, f"{len(gids)} samples were gathered, expected {expected}"
     pairs = Counter(zip(gids.tolist(), slots.tolist(), strict=True))

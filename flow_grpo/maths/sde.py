@@ -193,8 +193,12 @@ def gaussian_kl(mean: Tensor, reference_mean: Tensor, std: Tensor) -> Tensor:
 
         KL = mean over elements of (mean - reference_mean)^2 / (2 std^2) = gain^2 / 2 * mean of (v - v_ref)^2
 
-    The exact KL, no estimator. Means are (B, ...), of which only `mean`, the current policy's, gets a gradient; `std`,
-    () or (B,), is that of the whole step.
+    The exact KL, no estimator. Only `mean` gets a gradient.
+
+    Args:
+        mean: (B, ...), current policy.
+        reference_mean: (B, ...), reference policy.
+        std: () or (B,), std of the whole step.
 
     Raises:
         ValueError: shapes that do not fit.

@@ -210,10 +210,15 @@ def advantages(
     metric: str = "",
     adv_clip: float = math.inf,
 ) -> CombinedAdvantages:
-    """Return the advantages of whole groups and which of these are flat or incomplete.
+    """Return the advantages of N samples and which of their groups are flat or incomplete.
 
-    `config` has the weights of the epoch, `floors` by reward the range below which a group is flat in it. `metric` is
-    used alone, with weight 1; "" uses the weighted rewards.
+    Args:
+        gathered: samples of all ranks, whole groups.
+        config: weights of the epoch, gates and normalisation.
+        k: group size.
+        floors: reward name -> range below which a group is flat in it.
+        metric: use this reward alone, with weight 1; "" uses the weighted rewards.
+        adv_clip: largest absolute advantage, to which a group is scaled as a whole.
     """
     after_gates = gated(gathered, config, floors)
     return combine_rewards(
@@ -251,8 +256,12 @@ def own_rows(chosen: Chosen, compared: CombinedAdvantages, world: World) -> Trai
 def check_faults(batches: Sequence[ScoredBatch], gathered: Gathered, config: RewardConfig, world: World) -> None:
     """Refuse to train on a round in which a reward failed on too many samples (collective call).
 
-    The share that may fail is `most_faults`; a reward of weight 0, in this epoch, may fail altogether, unless it is the
-    gate of one with weight.
+    Args:
+        batches: this rank's samples.
+        gathered: all ranks' samples.
+        config: weights of the epoch, gates and `most_faults`, the share of the samples that a reward may fail to
+            measure; a reward of weight 0 may fail altogether, unless it is the gate of one with weight.
+        world: who takes part.
 
     Raises:
         RewardFaultError: on every rank, when a reward failed on more.

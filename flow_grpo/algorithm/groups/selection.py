@@ -45,9 +45,14 @@ class Decision:
 def groups_of(
     gids: Tensor, slots: Tensor, *, flat: Tensor, incomplete: Tensor, pool_row: Mapping[int, int]
 ) -> tuple[SampleGroup, ...]:
-    """Return the groups of a round, sorted by gid, as `flat` and `incomplete` are, (G,) bool.
+    """Return the groups of a round, sorted by gid.
 
-    Its samples have `gids` and `slots`, (N,) int64, and a pool row; where such a row is a group, copy 0 alone.
+    Args:
+        gids: (N,) int64 group of every sample of the round.
+        slots: (N,) int64 copy number.
+        flat: (G,) bool of the groups sorted by gid.
+        incomplete: (G,) bool, likewise.
+        pool_row: sample of the round -> its pool row; where a row is a group, of its copy 0 alone.
     """
     order = sorted(range(len(gids)), key=lambda row: (int(gids[row]), int(slots[row])))
     members: dict[int, list[int]] = {}

@@ -21,8 +21,10 @@ from flow_grpo.runtime.ranks.process_group import World
 def best_and_worst(gids: Tensor, compared: CombinedAdvantages, copies: int) -> Tensor:
     """Return (N,) bool: in every group with a signal, the copies/2 largest and the copies/2 smallest advantages.
 
-    `gids` are (N,) int64. Flat groups, all of whose advantages are 0, are left out; of equal advantages those of the
-    first rows are taken. `copies` is even, and at most k.
+    Args:
+        gids: (N,) int64 group of every sample.
+        compared: their advantages, 0 throughout in flat groups, which are left out.
+        copies: how many of a group; even, at most k. Of equal advantages those of the first rows are taken.
     """
     order = compared.advantages.argsort(descending=True, stable=True)
     order = order[gids[order].argsort(stable=True)]  # group after group, each from its best copy to its worst
@@ -41,8 +43,13 @@ def narrow(
     """Return the choice without the copies in between, in equal shares for all ranks (collective call).
 
     Where no group has a signal, the choice is returned as it is. In groups whose copies share a step the copies in
-    between get weight 0: leaving them out would save nothing. What is chosen are whole groups, equally many samples on
-    every rank, in CPU memory if there are several ranks.
+    between get weight 0: leaving them out would save nothing.
+
+    Args:
+        chosen: whole groups, equally many samples on every rank, in CPU memory if there are several ranks.
+        compared: advantages of `chosen.gathered`.
+        copies: see `best_and_worst`.
+        world: who takes part.
     """
     if chosen.parts[0].copies > 1:
         outer = best_and_worst(chosen.gathered.gids, compared, copies)

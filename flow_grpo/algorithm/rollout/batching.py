@@ -16,8 +16,11 @@ def group_configs_by_structure(structures: Sequence[Hashable]) -> dict[Hashable,
 def full_batches(structures: Sequence[Hashable], max_batch: int) -> list[list[int]]:
     """Return the positions of every call: per structure, batches of `max_batch` and one for the rest.
 
-    A sample's structure is what must be equal for two samples to share a call, such as the video size. The number of
-    calls is the sum of ceil(samples / max_batch) over the structures, however they are mixed.
+    The number of calls is the sum of ceil(samples / max_batch) over the structures, however they are mixed.
+
+    Args:
+        structures: of every sample, what must be equal for two samples to share a call, such as the video size.
+        max_batch: most samples of a call, at least 1.
     """
     groups = group_configs_by_structure(structures).values()
     return [group[start : start + max_batch] for group in groups for start in range(0, len(group), max_batch)]

@@ -186,7 +186,10 @@ def merge_sizes(
 ) -> list[ScoredBatch]:
     """Return one record per video size, sizes and batches in the order in which they were sampled.
 
-    Of every batch, `drawn` has the positions and conditions.
+    Args:
+        drawn: positions and conditions of every batch.
+        samples: of every batch.
+        rewards: of every batch.
     """
     by_size = group_configs_by_structure([own[0].size for _, own in drawn])
     return [

@@ -34,8 +34,15 @@ def step_transition(
 ) -> Transition:
     """Return the Gaussian that each sample's denoising step draws from.
 
-    Rollout and update both call this function, so they cannot disagree about a step. Latents (B, C, F, H, W) fp32 are
-    those before it, `steps` (B,) int64 CPU each sample's, 0..S-1; `velocity` is given where it is known already.
+    Rollout and update both call this function, so they cannot disagree about a step.
+
+    Args:
+        policy: predicts the velocity.
+        latents: (B, C, F, H, W) fp32 before the step.
+        conditioning: B rows.
+        steps: (B,) int64 CPU, each sample's step, 0..S-1.
+        sampling: noise levels and SDE.
+        velocity: (B, C, F, H, W), where it is known already.
     """
     sigmas, sde = sampling.sigmas, sampling.sde
     sigma = sigmas[steps]
@@ -115,7 +122,12 @@ def window_rows(windows: Sequence[Sequence[int]]) -> Tensor:
 def prefix(policy: Policy, latents: Tensor, conditioning: Conditioning, steps: Tensor, sampling: Sampling) -> Tensor:
     """Return the (B, C, F, H, W) latents before each sample's window, or clean latents where K = 0.
 
-    `latents` are the initial noise, `steps` (B, K) those of `window_rows`.
+    Args:
+        policy: predicts the velocity.
+        latents: (B, C, F, H, W) initial noise.
+        conditioning: B rows.
+        steps: (B, K) from `window_rows`.
+        sampling: noise levels.
     """
     last = len(sampling.sigmas) - 1
     counts = steps[:, 0] if steps.shape[1] else torch.full((len(latents),), last)
@@ -140,9 +152,15 @@ def _euler(
     counts: Tensor,
     calls: int | None,
 ) -> Tensor:
-    """Follow the ODE along (B, n+1) CPU noise levels by first-order steps, of which a sample takes its own count.
+    """Follow the ODE by first-order steps: each sample takes its own number along its own noise levels.
 
-    `calls` of the network are at least the largest count; None is no more than that.
+    Args:
+        policy: predicts the velocity.
+        latents: (B, C, F, H, W).
+        conditioning: B rows.
+        levels: (B, n+1) CPU noise levels.
+        counts: (B,) CPU steps of each sample, at most n.
+        calls: calls of the network, at least the largest count; None for no more than that.
     """
     most = int(counts.max())
     for step in range(most):
@@ -180,7 +198,10 @@ def _ode_step(policy: Policy, latents: Tensor, conditioning: Conditioning, sigma
 def check_noise(gids: Tensor, noise_ids: Tensor, *, same_initial_noise: bool) -> None:
     """Raise when two copies of one group were drawn from the same noise although they should differ.
 
-    Of all ranks' samples, `gids` (N,) int64 are the groups and `noise_ids` (N, 2) int64 those of `Samples`.
+    Args:
+        gids: (N,) int64 group of every sample, over all ranks.
+        noise_ids: (N, 2) int64 hashes from `Samples.noise_ids`.
+        same_initial_noise: equal initial noise within a group is intended.
 
     Raises:
         RuntimeError: naming the group and which noise is repeated.

@@ -23,8 +23,11 @@ def share_encodings(
     The copies of a condition lie on several ranks, which would each encode its video. What no rank lacks costs nothing
     but a question. A policy of one's own without the methods `lacking` and `learn` encodes on every rank.
 
-    The conditions are this rank's in the coming round, `group` has those that share samples too; `sync_errors` is
-    entered while encoding, so that an error reaches all ranks before they exchange.
+    Args:
+        policy: whose encoders they are.
+        conditions: conditions of this rank in the coming round.
+        group: who takes part; those that share samples too.
+        sync_errors: entered while encoding, so that an error reaches all ranks before they exchange.
     """
     if group.size == 1 or not isinstance(policy, SharesEncodings):
         return

@@ -50,8 +50,14 @@ def shared_steps(
 ) -> dict[int, Tensor]:
     """Return gid -> (2, C, F, H, W) latents before the window and velocity there, of this rank's groups (collective).
 
-    A batch of this rank has one video size; `gids` are, per rank, the groups of its samples in this round, `rows` of
-    which share a call. `sync_errors` is entered while computing: an error reaches all ranks before they exchange.
+    Args:
+        policy: the model being trained.
+        batches: this rank's conditions and conditioning, each batch of one video size.
+        gids: per rank, the groups of its samples in this round.
+        sampling: with initial noise that copies share.
+        rows: groups that share a call.
+        group: who takes part.
+        sync_errors: entered while computing, so that an error reaches all ranks before they exchange.
     """
     owner, share = dealt(gids)
     mine = share[group.rank]

@@ -49,7 +49,9 @@ class Objective(Protocol):
     def remember(self, take: Callable[[], Samples], *, as_rolled_out: bool) -> Any:
         """Return the old policy's values for a micro-batch; called before the epoch's first optimizer step.
 
-        `take` moves its b samples to the device; `as_rolled_out` where every micro-batch is one batch of the rollout.
+        Args:
+            take: returns the b samples on the device; calling it moves them there.
+            as_rolled_out: every micro-batch of the epoch is exactly one batch of the rollout.
         """
         ...
 
@@ -71,7 +73,11 @@ def build_objective(
 ) -> Objective:
     """Return the recipe's objective; its class has a `build` with these arguments.
 
-    Inside `average()` the policy has its averaged weights.
+    Args:
+        config: the recipe.
+        policy: being trained.
+        sampling: how the samples were made.
+        average: context in which the policy has its averaged weights.
     """
     module, _, name = traits_of(config).implementation.partition(":")
     made: Objective = getattr(importlib.import_module(module), name).build(config, policy, sampling, average)

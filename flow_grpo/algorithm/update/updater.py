@@ -49,7 +49,12 @@ class Updater:
     on_pass: Callable[[], None] = lambda: None  # called after a pass over a micro-batch, for progress
 
     def plan(self, batch: TrainingBatch, epoch: int) -> UpdatePlan:
-        """Return an epoch's micro-batches, of one video size each, dealt to its steps; `epoch` orders the rows."""
+        """Return an epoch's micro-batches, of one video size each, dealt to its optimizer steps.
+
+        Args:
+            batch: this rank's samples; every rank must hold equally many.
+            epoch: decides the order of the rows.
+        """
         sizes = batch.sizes()
         steps = [
             [

@@ -110,9 +110,14 @@ def averaging_gradients(module: nn.Module, *, now: bool) -> AbstractContextManag
 
 
 def gradient_bytes(sharding: str, trained: int, world_size: int, *, passes: float, steps: float) -> float:
-    """Bytes of gradients of so many trained parameters that a rank sends along a ring.
+    """Bytes of gradients that a rank sends along a ring.
 
-    `passes` are backward passes, one of which averages before each of the optimizer's `steps`.
+    Args:
+        sharding: `train.sharding`.
+        trained: trainable parameters.
+        world_size: number of ranks.
+        passes: backward passes.
+        steps: optimizer steps, before each of which one of the passes averages.
     """
     once = 4.0 * trained * (world_size - 1) / world_size
     if sharding == "ddp":
