@@ -59,4 +59,5 @@ def certify(values: Tensor, exact: Tensor, floor: float = 0.0) -> Certificate:
         best, worst = true[own.argmax()] >= true.max() - floor, true[own.argmin()] <= true.min() + floor
         ends += [float(best), float(worst)]
     found = mean_interval(correlations, range(len(correlations)), level=0.9)
-    return Certificate(found.mean, found.low, min(found.high, 1.0), math.fsum(ends) / max(1, len(ends)), len(correlations))
+    share = math.fsum(ends) / max(1, len(ends))
+    return Certificate(found.mean, found.low, min(found.high, 1.0), share, len(correlations))
