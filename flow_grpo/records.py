@@ -304,6 +304,11 @@ class RewardResult:
         """`faulty` as a (B,) bool tensor; None means no faults."""
         return torch.zeros_like(self.valid) if self.faulty is None else self.faulty
 
+    @property
+    def known(self) -> Tensor:
+        """`values` as (B,) fp64 on the CPU, NaN where not valid."""
+        return self.values.cpu().double().masked_fill(~self.valid.cpu(), torch.nan)
+
 
 @dataclasses.dataclass(frozen=True)
 class ScoredBatch:

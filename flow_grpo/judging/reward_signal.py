@@ -147,8 +147,4 @@ def sample_group(
             own = conditions[rows]
             scored.append(rewards(decode(policy, own, latents[rows]), own) if own else {})
     results = share_results(scored, world)
-    found: dict[str, Tensor] = {}
-    for name in rewards.floors:
-        parts = [(one[name].values.cpu().double(), one[name].valid.cpu()) for one in results]
-        found[name] = torch.cat([values.masked_fill(~valid, torch.nan) for values, valid in parts])
-    return found
+    return {name: torch.cat([one[name].known for one in results]) for name in rewards.floors}

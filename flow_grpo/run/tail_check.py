@@ -56,7 +56,7 @@ def can_ask(trainer: Trainer) -> bool:
     """Return whether there is a short tail after recorded steps, and batches hold whole groups."""
     sampling, sample = trainer.collector.sampling, trainer.config.sample
     whole = sample.layout != "contiguous" or sample.train_batch_size % sample.k == 0
-    return sampling.tails is not None and sampling.record and bool(sampling.blocks) and whole
+    return sampling.tails is not None and sampling.record and whole
 
 
 def begin(trainer: Trainer) -> None:
@@ -66,7 +66,7 @@ def begin(trainer: Trainer) -> None:
     found_with = str(key("tail", str(trainer.collector.sampling), str(config.sample), *size, *rewards))
     if trainer.state.tail.fingerprint != found_with:
         trainer.state.tail = TailRecord(found_with)
-    _give_up_if_failing(trainer)
+    _give_up_if_failing(trainer, trainer.state.tail.certificates(trainer))
 
 
 def ask_if_due(trainer: Trainer, batch: ScoredBatch) -> None:
@@ -86,11 +86,11 @@ def ask_if_due(trainer: Trainer, batch: ScoredBatch) -> None:
     metrics |= {f"tail/{name}_low": own.low for name, own in found.items()}
     trainer.metrics["system/tail_forward_equivalents"] = float(spent.sum())
     trainer.metrics |= {name: value for name, value in metrics.items() if math.isfinite(value)}
-    _give_up_if_failing(trainer)
+    _give_up_if_failing(trainer, found)
 
 
-def _give_up_if_failing(trainer: Trainer) -> None:
-    failing = {name: own for name, own in trainer.state.tail.certificates(trainer).items() if own.falls_short}
+def _give_up_if_failing(trainer: Trainer, found: Mapping[str, Certificate]) -> None:
+    failing = {name: own for name, own in found.items() if own.falls_short}
     if failing:
         trainer.collector.sampling = dataclasses.replace(trainer.collector.sampling, tails=None)
         trainer.progress.say(
@@ -133,10 +133,8 @@ def finish_by_all_steps(collector: Collector, batch: ScoredBatch, device: torch.
     assert sampling.tails is not None
     shorter = sampling.tails.shape[1] < len(sampling.sigmas) - starts
     found = {}
-    for name in again:
-        pair = [
-            one.values.cpu().double()[rows].masked_fill(~(one.valid.cpu()[rows] & shorter), torch.nan)
-            for one in (batch.rewards[name], again[name])
-        ]
-        found[name] = world.data.all_gather(torch.stack(pair, dim=1))[order].unflatten(0, (-1, sample.k)).mT
+    for name, second in again.items():
+        pair = torch.stack([batch.rewards[name].known[rows], second.known], dim=1)
+        pair[~shorter] = torch.nan
+        found[name] = world.data.all_gather(pair)[order].unflatten(0, (-1, sample.k)).mT
     return found
