@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flow_grpo.data.rooms import bare_room
 from flow_grpo.maths.pictures import blur
 from flow_grpo.maths.poses import preset_path, rotation_matrix
-from flow_grpo.maths.room import Room, random_room, render_video, stack_rooms
+from flow_grpo.maths.room import Room, render_video, stack_rooms
 from flow_grpo.records import Condition
 from flow_grpo.rewards.room.room_fit import Viewpoints, make_viewpoints
 
@@ -55,7 +56,7 @@ def film(presets: Sequence[str], *, speed: float = 1.0, rooms: int = 1, frames: 
     draw = torch.Generator().manual_seed(11)
     filmed, references, commanded, true = [], [], [], []
     for number in range(rooms):
-        room = random_room(draw)
+        room = bare_room(draw)
         for preset in presets:
             filmed.append(room)
             references.append(reference_pose(number))

@@ -4,8 +4,11 @@
                                           cameras/camera_extrinsics.json
                                           metadata.csv               optional captions, here or in videos/
                                           cameras/presets.json       optional {"cam01": "pan_right", ...}
+                                          commands/cameras/...       optional, see below
     <root>/val/10basic_trajectories/{videos,cameras}                 a scene without lens folder has no intrinsics
 
+A scene with a folder `commands` asks for the camera paths in `commands/cameras`, and its own videos are sources only.
+They need no true view; `commands/videos/cam07.mp4` is the true view of cam07, for an evaluation.
 A video's camera number comes from its file name; its poses are those under that name in camera_extrinsics.json.
 """
 
@@ -34,6 +37,7 @@ SENSOR_MM = 23.76  # side of MultiCamVideo's square sensor; it spans the width o
 LENS_FOLDER = re.compile(r"f(\d+(?:\.\d+)?)_aperture\d+(?:\.\d+)?")
 PUBLIC_NAME = re.compile(r"cam\d+")  # of a camera in MultiCamVideo
 CAMERAS_JSON = Path("cameras", "camera_extrinsics.json")
+COMMANDS = "commands"  # folder in a scene
 PRESETS_JSON = Path("cameras", "presets.json")
 CAPTION_FILES = (Path("videos", "metadata.csv"), Path("metadata.csv"))
 
@@ -46,10 +50,20 @@ class Scene:
     name: str  # the folder relative to the dataset root, with forward slashes
     cameras: tuple[str, ...]  # names in order, numbers in them by their value
     focal_mm: float | None  # None without a lens folder
+    commands: tuple[str, ...] = ()  # names of the camera paths that are asked for; () asks for those of the cameras
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """What the scene has an item for, each."""
+        return self.commands or self.cameras
+
+    def place(self, camera: str) -> Path:
+        """Folder of the videos/ and cameras/ that a camera belongs to."""
+        return self.folder / COMMANDS if camera in self.commands else self.folder
 
     def video(self, camera: str) -> Path:
-        """Path of a camera's video."""
-        return self.folder / "videos" / f"{camera}.mp4"
+        """Path of a camera's video; that of a command need not exist."""
+        return self.place(camera) / "videos" / f"{camera}.mp4"
 
 
 class MultiCamDataset(VideoDataset):
@@ -95,7 +109,7 @@ class MultiCamDataset(VideoDataset):
         found = find_scenes(self.root, split)
         verdicts = exclude(found) if exclude else {}
         self.scenes = choose(found)
-        everything = [(scene, camera) for scene in self.scenes for camera in scene.cameras]
+        everything = [(scene, camera) for scene in self.scenes for camera in scene.targets]
         self._items = [(s, camera) for s, camera in everything if not verdicts.get(s.name, {}).get(camera)]
         if not self._items:
             raise ValueError(
@@ -113,11 +127,13 @@ class MultiCamDataset(VideoDataset):
         """Build the condition at an index, see `condition`."""
         scene, target = self._items[index]
         source, size = self._source_camera(scene, target), self.size_of(index)
-        poses = read_cameras(scene.folder / CAMERAS_JSON, (source, target), size[0])
+        poses = torch.cat([read_cameras(scene.place(c) / CAMERAS_JSON, (c,), size[0]) for c in (source, target)])
         reference_pose = poses[0 if self.reference == "source" else 1, 0]
         source_poses, target_poses = relative(reference_pose, poses)
         source_video, source_shape = self._video(scene, source)
-        target_video, shape = self._video(scene, target)
+        target_video, shape = None, source_shape
+        if target in scene.cameras or scene.video(target).is_file():
+            target_video, shape = self._video(scene, target)
         if source_shape != shape:
             raise ValueError(
                 f"scene {scene.folder}: {source} is {source_shape} and {target} is {shape} pixels (rows, columns); "
@@ -137,7 +153,7 @@ class MultiCamDataset(VideoDataset):
             reference_pose=reference_pose,
             intrinsics=None if scene.focal_mm is None else fitted_intrinsics(scene.focal_mm, shape, *size[1:]),
             target_video=target_video,
-            preset=_read_presets(scene).get(target),
+            preset=_read_presets(scene.place(target)).get(target),
             source_id=self.source_id(index),
         )
 
@@ -161,8 +177,10 @@ class MultiCamDataset(VideoDataset):
         return self._video(scene, self._source_camera(scene, target))[0]
 
     def prompt_of(self, index: int) -> str:
-        """Caption of the target camera, the default prompt for a scene without metadata.csv."""
+        """Caption of the target camera, a command's of its source; the default prompt without metadata.csv."""
         scene, camera = self._items[index]
+        if camera in scene.commands:
+            camera = self._source_camera(scene, camera)
         files = [scene.folder / part for part in CAPTION_FILES if (scene.folder / part).is_file()]
         if not files:
             return self.prompt
@@ -176,7 +194,7 @@ class MultiCamDataset(VideoDataset):
 
     def cameras(self) -> list[str]:
         """Every item's kind of camera, as `Condition.camera`, without reading a video."""
-        presets = {scene.name: _read_presets(scene) for scene in self.scenes}
+        presets = {scene.name: _read_presets(scene.place(scene.targets[0])) for scene in self.scenes}
         return [presets[scene.name].get(camera) or camera for scene, camera in self._items]
 
     def size_of(self, index: int) -> Size:
@@ -190,7 +208,7 @@ class MultiCamDataset(VideoDataset):
     def fingerprint(self) -> str:
         """Hash of all camera and item names, which fixes what an index means; independent of the root."""
         if not self._fingerprint:  # asked for several times an epoch, with the sampler's state
-            names = [f"{scene.name}/{camera}" for scene in self.scenes for camera in scene.cameras]
+            names = [f"{scene.name}/{camera}" for scene in self.scenes for camera in (*scene.cameras, *scene.commands)]
             self._fingerprint = _hash_lines([*names, "", *("/".join(self.name_of(i)) for i in range(len(self)))])
         return self._fingerprint
 
@@ -225,10 +243,12 @@ def contents_of(scenes: Sequence[Scene]) -> str:
     """Hash of the names and sizes of all files of these scenes; independent of the root."""
     sizes = {}
     for scene in scenes:
-        videos = [Path("videos", f"{camera}.mp4") for camera in scene.cameras]
-        for part in (*videos, CAMERAS_JSON, PRESETS_JSON, *CAPTION_FILES):
-            if (scene.folder / part).is_file():
-                sizes[f"{scene.name}/{part.as_posix()}"] = (scene.folder / part).stat().st_size
+        places = {scene.folder: scene.cameras} | ({scene.folder / COMMANDS: scene.commands} if scene.commands else {})
+        for place, cameras in places.items():
+            videos = [Path("videos", f"{camera}.mp4") for camera in cameras]
+            for file in (place / part for part in (*videos, CAMERAS_JSON, PRESETS_JSON, *CAPTION_FILES)):
+                if file.is_file():
+                    sizes[f"{scene.name}/{file.relative_to(scene.folder).as_posix()}"] = file.stat().st_size
     return _hash_lines([f"{name}\t{size}" for name, size in sorted(sizes.items())])
 
 
@@ -311,7 +331,9 @@ def _scene_folders(folder: Path, real: Path, seen: dict[Path, Path]) -> Iterator
 
 def _scene(root: Path, folder: Path) -> Scene:
     cameras = sorted((file.stem for file in folder.joinpath("videos").glob("[!.]*.mp4")), key=_by_number)
-    if len(cameras) < 2:
+    commanded = folder / COMMANDS / CAMERAS_JSON
+    commands = tuple(sorted(camera_names(commanded), key=_by_number)) if commanded.is_file() else ()
+    if not cameras or len(cameras) + len(commands) < 2:
         raise ValueError(
             f"scene {folder} has {len(cameras)} camera video(s), needs at least 2 (source and target); "
             "complete or remove the scene"
@@ -330,7 +352,11 @@ def _scene(root: Path, folder: Path) -> Scene:
     name = folder.relative_to(root).as_posix()
     lenses = [match for part in name.split("/") if (match := LENS_FOLDER.fullmatch(part))]
     focal = float(lenses[-1].group(1)) if lenses else None
-    return Scene(folder, name, tuple(cameras), focal)
+    if both := sorted({*cameras} & {*commands}):
+        raise ValueError(
+            f"scene {folder}: {', '.join(both)} is a camera with a video and a command; give one another name"
+        )
+    return Scene(folder, name, tuple(cameras), focal, commands)
 
 
 def _by_number(name: str) -> tuple[list[str | int], str]:
@@ -349,8 +375,8 @@ def fitted_intrinsics(focal_mm: float, size: tuple[int, int], height: int, width
     return torch.tensor([focal * columns / size[1], focal * rows / size[0], width / 2, height / 2])
 
 
-def _read_presets(scene: Scene) -> dict[str, str]:
-    file = scene.folder / PRESETS_JSON
+def _read_presets(place: Path) -> dict[str, str]:
+    file = place / PRESETS_JSON
     presets = read_json_object(file, BAD_JSON) if file.is_file() else {}
     for camera, name in presets.items():
         if not isinstance(name, str) or not name.strip():

@@ -1,8 +1,9 @@
-"""A small synthetic dataset: rendered rooms with exact cameras, written in MultiCamVideo layout.
+"""Small synthetic data sets: rendered rooms with exact cameras, written in MultiCamVideo layout.
 
-A scene is one room and one start pose; its ten cameras leave that pose, each along a different ReCamMaster preset of
-random magnitude. `room.json` stores the room, so a reward can recover the camera of a generated frame exactly. Every
-scene is a pure function of (seed, split, scene number).
+A scene is one room and one start pose, which all its cameras leave. In a bare world they are ReCamMaster's ten presets
+of random magnitude, each with a video. In a furnished world there are sources with a video and commands without, see
+`ROLES`. `room.json` stores the room, so a reward can recover the camera of a generated frame exactly. Every scene is a
+pure function of (seed, split, scene number).
 """
 
 from __future__ import annotations
@@ -11,21 +12,54 @@ import csv
 import dataclasses
 import json
 import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from flow_grpo.data.multicam import SENSOR_MM
+from flow_grpo.data.multicam import COMMANDS, SENSOR_MM
+from flow_grpo.data.rooms import (
+    LABELLED,
+    RECAMMASTER,
+    SHOTS,
+    SOURCES,
+    UNLABELLED,
+    UNSEEN,
+    bare_room,
+    furnished_room,
+)
 from flow_grpo.maths.keys import generator
-from flow_grpo.maths.poses import PRESETS, opencv_to_multicam, preset_path
-from flow_grpo.maths.room import RAYS_AT_ONCE, SUPERSAMPLE, Room, random_room, render_video, stack_rooms
+from flow_grpo.maths.poses import opencv_to_multicam
+from flow_grpo.maths.room import Room, render_video, stack_rooms
 from flow_grpo.runtime.atomic_file import atomic_path
 from flow_grpo.runtime.json_files import read_json
 from flow_grpo.runtime.video_file import write_video
 
 LENS_FOLDER = "f{focal:g}_aperture10"
 WALL_COLOURS = ("black", "blue", "green", "cyan", "red", "magenta", "yellow", "white")  # index = 4 r + 2 g + b
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """What is filmed in the scenes of a split of a furnished world: names of `SHOTS`.
+
+    Attributes:
+        films: cameras with a video.
+        commands: camera paths that are asked for; every second one in each scene, so that there can be more scenes.
+        views: the commands have true views, for an evaluation.
+    """
+
+    films: tuple[str, ...]
+    commands: tuple[str, ...] = ()
+    views: bool = False
+
+
+ROLES = {
+    "labelled": Roles((*SOURCES, *LABELLED)),
+    "train": Roles((*SOURCES,), (*LABELLED, *UNLABELLED)),
+    "val": Roles((*SOURCES,), (*LABELLED, *UNLABELLED, *UNSEEN), views=True),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +72,10 @@ class WorldSpec:
         frames: video frames, 4n+1.
         height: in pixels.
         width: in pixels.
-        translation: range of the factor on a preset's translation, drawn log-uniformly.
-        rotation: range of the factor on a preset's rotation, drawn uniformly and independently of the translation, so
-            that the model cannot infer the translation's unit from the rotation.
+        translation: of a bare world, range of the factor on a preset's translation, drawn log-uniformly.
+        rotation: likewise of the factor on its rotation, see `Shot`.
         focal_mm: focal length; 17 mm on MultiCamVideo's sensor is a field of view of 70 degrees.
+        furnished: rooms have things in them, and splits have the roles of `ROLES`.
     """
 
     seed: int
@@ -52,6 +86,7 @@ class WorldSpec:
     translation: tuple[float, float] = (0.35, 0.65)
     rotation: tuple[float, float] = (0.3, 1.0)
     focal_mm: float = 17.0
+    furnished: bool = False
 
     def intrinsics(self) -> Tensor:
         """Focal lengths and centre fx, fy, cx, cy (4,), fp32, in pixels."""
@@ -59,7 +94,11 @@ class WorldSpec:
         return torch.tensor([focal, focal, self.width / 2, self.height / 2])
 
 
+FURNISHED = WorldSpec(
+    seed=41, scenes={"train": 48, "val": 16, "labelled": 48}, frames=9, height=64, width=96, furnished=True
+)
 TINY_WORLDS = {
+    "furnished": FURNISHED,
     "tiny": WorldSpec(seed=1, scenes={"train": 48, "val": 16}),
     "unit_test": WorldSpec(seed=2, scenes={"train": 2, "val": 1}),
 }
@@ -71,31 +110,38 @@ class TinyScene:
 
     Attributes:
         room: the room.
-        poses: (cameras, T, 4, 4) float64 absolute OpenCV camera-to-world in metres, a camera for each of `PRESETS`.
+        shots: the kind of each camera, those with a video first.
+        films: how many have a video.
+        poses: (cameras, T, 4, 4) float64 absolute OpenCV camera-to-world in metres, of each shot.
     """
 
     room: Room
+    shots: tuple[str, ...]
+    films: int
     poses: Tensor
 
 
-def make_scene(spec: WorldSpec, split: str, number: int) -> TinyScene:
-    """Make scene `number` of a split, a pure function of the arguments."""
+def make_scene(spec: WorldSpec, split: str, number: int, films: tuple[str, ...] = ()) -> TinyScene:
+    """Make scene `number` of a split, a pure function of the arguments; `films` are other shots than the split's."""
     draw = generator("tiny-world", spec.seed, split, number)
-    room = random_room(draw)
-    start = _start_pose(draw)
-    low, high = map(math.log, spec.translation)
-    paths = []
-    for name in PRESETS:
-        first, second = torch.rand(2, generator=draw, dtype=torch.float64).tolist()
-        translation = math.exp(low + (high - low) * first)
-        rotation = spec.rotation[0] + (spec.rotation[1] - spec.rotation[0]) * second
-        path = preset_path(name, spec.frames, translation_scale=translation, rotation_scale=rotation)
-        paths.append(start @ path)
-    return TinyScene(room, torch.stack(paths))
+    if spec.furnished:
+        room, place, shots = furnished_room(draw), (-0.7, 0.0, 0.0), SHOTS
+        roles = Roles(films) if films else ROLES[split]
+        films, commands = roles.films, roles.commands[number % 2 :: 2]
+    else:
+        room, place, films, commands = bare_room(draw), (-0.6, 0.0, 0.0), (*RECAMMASTER,), ()
+        shots = {
+            name: dataclasses.replace(shot, speed=spec.translation, turn=spec.rotation)
+            for name, shot in RECAMMASTER.items()
+        }
+    start = _start_pose(draw, place)
+    names = (*films, *commands)
+    paths = [start @ shots[name].path(draw, spec.frames) for name in names]
+    return TinyScene(room, names, len(films), torch.stack(paths))
 
 
-def _start_pose(draw: torch.Generator) -> Tensor:
-    # 3.3 to 3.9 m from the far wall, facing it within 8 degrees of yaw and 4 of pitch.
+def _start_pose(draw: torch.Generator, place: tuple[float, float, float]) -> Tensor:
+    # Before the far wall, within 0.3 m of `place`, facing it within 8 degrees of yaw and 4 of pitch.
     shift = (2 * torch.rand(3, generator=draw, dtype=torch.float64) - 1) * torch.tensor([0.3, 0.2, 0.1])
     degrees = (2 * torch.rand(2, generator=draw, dtype=torch.float64) - 1) * torch.tensor([8.0, 4.0])
     yaw, pitch = map(math.radians, degrees.tolist())
@@ -108,7 +154,7 @@ def _start_pose(draw: torch.Generator) -> Tensor:
     # In this left-handed world the camera's down axis is right x forward.
     down = torch.linalg.cross(right, forward)
     pose[:3, 0], pose[:3, 1], pose[:3, 2] = right, down, forward
-    pose[:3, 3] = torch.tensor([-0.6, 0.0, 0.0], dtype=torch.float64) + shift
+    pose[:3, 3] = torch.tensor(place, dtype=torch.float64) + shift
     return pose
 
 
@@ -133,34 +179,47 @@ def write_tiny_world(root: str | Path, spec: WorldSpec) -> None:
         for split, count in spec.scenes.items():
             for number in range(1, count + 1):
                 folder = partial / split / LENS_FOLDER.format(focal=spec.focal_mm) / f"scene{number}"
-                _write_scene(folder, spec, make_scene(spec, split, number))
+                views = spec.furnished and ROLES[split].views
+                _write_scene(folder, spec, make_scene(spec, split, number), views=views)
         (partial / "world.json").write_text(json.dumps(dataclasses.asdict(spec), indent=1))
 
 
-def _write_scene(folder: Path, spec: WorldSpec, scene: TinyScene) -> None:
-    names = [f"cam{camera + 1:02d}" for camera in range(len(PRESETS))]
-    rays = spec.frames * spec.height * spec.width * SUPERSAMPLE**2
-    at_once = max(1, RAYS_AT_ONCE // rays)  # cameras: large clips are not all in memory
-    (folder / "videos").mkdir(parents=True)
-    (folder / "cameras").mkdir()
+def _write_scene(folder: Path, spec: WorldSpec, scene: TinyScene, *, views: bool) -> None:
+    names = [f"cam{camera + 1:02d}" for camera in range(len(scene.shots))]
+    films, commands = names[: scene.films], names[scene.films :]
+    folder.mkdir(parents=True)
     with (folder / "metadata.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["file_name", "text"])
-        for first in range(0, len(names), at_once):
-            cameras = range(len(names))[first : first + at_once]
-            for camera, video in zip(cameras, render_views(spec, [scene], list(cameras)), strict=True):
-                write_video(folder / "videos" / f"{names[camera]}.mp4", video, lossless=True)
-                writer.writerow([f"{names[camera]}.mp4", caption(video)])
+        for name, video in zip(films, _write_videos(folder, spec, scene, range(scene.films)), strict=True):
+            writer.writerow([f"{name}.mp4", caption(video)])
+    _write_cameras(folder, films, scene.shots[: scene.films], scene.poses[: scene.films])
+    if commands:
+        _write_cameras(folder / COMMANDS, commands, scene.shots[scene.films :], scene.poses[scene.films :])
+    if commands and views:
+        list(_write_videos(folder / COMMANDS, spec, scene, range(scene.films, len(names))))
+    (folder / "room.json").write_text(json.dumps(scene.room.to_dict()))
+
+
+def _write_videos(folder: Path, spec: WorldSpec, scene: TinyScene, cameras: range) -> Iterator[Tensor]:
+    (folder / "videos").mkdir()
+    for camera in cameras:  # one by one: large clips are not all in memory
+        (video,) = render_views(spec, [scene], [camera])
+        write_video(folder / "videos" / f"cam{camera + 1:02d}.mp4", video, lossless=True)
+        yield video
+
+
+def _write_cameras(folder: Path, names: Sequence[str], shots: Sequence[str], poses: Tensor) -> None:
+    (folder / "cameras").mkdir(parents=True)
     # As MultiCamVideo does: "[a b c d] [..] [..] [..] " with a trailing blank.
     texts = [
         ["".join("[" + " ".join(f"{value:.9g}" for value in row) + "] " for row in matrix) for matrix in path]
-        for path in opencv_to_multicam(scene.poses).tolist()
+        for path in opencv_to_multicam(poses).tolist()
     ]
     frames = zip(*texts, strict=True)
     extrinsics = {f"frame{frame}": dict(zip(names, row, strict=True)) for frame, row in enumerate(frames)}
     (folder / "cameras" / "camera_extrinsics.json").write_text(json.dumps(extrinsics))
-    (folder / "cameras" / "presets.json").write_text(json.dumps(dict(zip(names, PRESETS, strict=True))))
-    (folder / "room.json").write_text(json.dumps(scene.room.to_dict()))
+    (folder / "cameras" / "presets.json").write_text(json.dumps(dict(zip(names, shots, strict=True))))
 
 
 def ensure_tiny_world(root: str | Path, name: str) -> None:

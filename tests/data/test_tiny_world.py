@@ -94,14 +94,13 @@ def test_train_and_held_out_scenes_never_overlap() -> None:
     assert len(torch.unique(torch.stack(walls), dim=0)) == sum(spec.scenes.values())
 
 
-@pytest.mark.parametrize("rays", [1, 3 * 5 * 24 * 32 * 16])
+@pytest.mark.parametrize("rays", [1, 5 * 24 * 32 * 9])
 def test_large_clips_are_rendered_in_slices_and_have_the_same_pixels(rays, root, tmp_path, monkeypatch):
     calls = []
-    for module in (tiny_world, room):
-        monkeypatch.setattr(module, "RAYS_AT_ONCE", rays)
+    monkeypatch.setattr(room, "RAYS_AT_ONCE", rays)
     monkeypatch.setattr(room, "render", lambda *given: calls.append(given[1].shape[0]) or render(*given))
     write_tiny_world(tmp_path / "sliced", SPEC)
-    assert len(calls) == (3 * 10 * 24 if rays == 1 else 3 * 4) and max(calls) == (1 if rays == 1 else 3)
+    assert calls == [5] * (3 * 10 * (24 if rays == 1 else 1))
     whole = {file.relative_to(root): file.read_bytes() for file in root.rglob("*.*")}
     assert whole == {
         file.relative_to(tmp_path / "sliced"): file.read_bytes() for file in tmp_path.rglob("sliced/**/*.*")
@@ -139,3 +138,32 @@ def test_ensure_writes_once_and_refuses_another_folder(tmp_path: Path) -> None:
         ensure_tiny_world(folder, "tiny")
     with pytest.raises(ValueError, match=r"data.tiny_world: got 'huge', known are"):
         ensure_tiny_world(tmp_path / "other", "huge")
+
+
+def test_a_furnished_world_has_sources_to_film_commands_to_follow_and_true_views_only_where_it_is_evaluated(tmp_path):
+    spec = dataclasses.replace(tiny_world.FURNISHED, scenes={"train": 2, "val": 2}, height=16, width=24)
+    write_tiny_world(tmp_path / "world", spec)
+    for split, roles in (("train", tiny_world.ROLES["train"]), ("val", tiny_world.ROLES["val"])):
+        data = MultiCamDataset(tmp_path / "world", split, (9, 16, 24), prompt="a room")
+        assert sorted(data.cameras()) == sorted(roles.commands)
+        for index in range(0, len(data), 5):
+            condition = data.condition(index)
+            scene = make_scene(spec, split, int(condition.scene[-1]))
+            target, source = (int(name[3:]) - 1 for name in (condition.target_camera, condition.source_camera))
+            assert source < scene.films <= target and condition.preset == scene.shots[target]
+            world = condition.reference_pose @ condition.target_poses
+            assert torch.allclose(world, scene.poses[target], atol=1e-6)
+            assert condition.prompt == caption(render_views(spec, [scene], [source])[0])
+            assert (condition.target_video is not None) == roles.views
+            if roles.views:
+                (truth,) = render_views(spec, [scene], [target])
+                assert (condition.target_video - truth).abs().max() < 2.5 / 255
+
+
+def test_no_camera_of_a_furnished_world_leaves_the_room_or_enters_a_thing() -> None:
+    for number in range(40):
+        scene = make_scene(tiny_world.FURNISHED, "val", number)
+        places = scene.poses[..., :3, 3].float()
+        assert (places.abs() < scene.room.half_size - 0.2).all()
+        inside = (places[..., None, :] - scene.room.boxes[:, 0]).abs() < scene.room.boxes[:, 1]
+        assert not inside.all(-1).any()

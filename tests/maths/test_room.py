@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from flow_grpo.data.rooms import bare_room, furnished_room
 from flow_grpo.maths.room import (
     Room,
-    paint,
-    paint_slopes,
     pixel_rays,
-    random_room,
     render,
     render_video,
     stack_rooms,
@@ -21,11 +19,12 @@ from flow_grpo.maths.room import (
 )
 from tests.room_films import INTRINSICS, LOOKING_FORWARD, reference_pose
 
+PLAIN = {"base": (3,), "amplitude": (1, 3), "frequency": (1, 2), "phase": (1,)}  # shapes of a grey surface's texture
 AHEAD = torch.tensor([[0.0, 0.0, 1.0]])  # the ray through the principal point
 
 
 def room(seed: int = 0, half_size: tuple[float, float, float] = (3.0, 2.0, 1.5)) -> Room:
-    return random_room(torch.Generator().manual_seed(seed), half_size=half_size)
+    return bare_room(torch.Generator().manual_seed(seed), half_size=half_size)
 
 
 def camera(rotation: Tensor, centre: tuple[float, float, float] = (0.0, 0.0, 0.0)) -> Tensor:
@@ -61,16 +60,17 @@ def test_pixel_centres_are_half_a_pixel_from_the_corner():
 )
 def test_a_ray_along_an_axis_meets_the_wall_in_front_of_it(forward, face, depth, u, v):
     hits = trace(stack_rooms([room()]), camera(looking(forward), (0.5, 0.2, 0.1)), AHEAD)
-    assert hits.face.item() == face
-    assert [hits.depth.item(), hits.u.item(), hits.v.item()] == pytest.approx([depth, u, v])
+    assert hits.surface.item() == face
+    along = [value for axis, value in enumerate(hits.point.flatten().tolist()) if axis != face // 2]
+    assert [hits.depth.item(), *along] == pytest.approx([depth, u, v])
 
 
 def test_the_picture_s_right_is_world_right_and_its_bottom_is_world_down():
     rays = torch.tensor([[0.0, 0.0, 1.0], [0.1, 0.0, 1.0], [0.0, 0.1, 1.0]])
     hits = trace(stack_rooms([room()]), camera(LOOKING_FORWARD), rays)
-    assert hits.face.flatten().tolist() == [1, 1, 1]
-    assert hits.u.flatten().tolist() == pytest.approx([0.0, 0.3, 0.0], abs=1e-6)  # y, right, 3 m ahead
-    assert hits.v.flatten().tolist() == pytest.approx([0.0, 0.0, -0.3], abs=1e-6)  # z, up
+    assert hits.surface.flatten().tolist() == [1, 1, 1]
+    assert hits.point[1].flatten().tolist() == pytest.approx([0.0, 0.3, 0.0], abs=1e-6)  # y, right, 3 m ahead
+    assert hits.point[2].flatten().tolist() == pytest.approx([0.0, 0.0, -0.3], abs=1e-6)  # z, up
 
 
 def test_colours_are_the_logistic_of_base_and_waves():
@@ -80,31 +80,40 @@ def test_colours_are_the_logistic_of_base_and_waves():
     amplitude[1, 0] = torch.tensor([1.0, 2.0, 0.0])
     frequency[1, 0] = torch.tensor([0.25, 0.5])
     phase[1, 0] = 0.3
-    plain = stack_rooms([Room(torch.tensor([3.0, 2.0, 1.5]), base, amplitude, frequency, phase)])
+    plain = stack_rooms(
+        [Room(torch.tensor([3.0, 2.0, 1.5]), torch.zeros(0, 3, 3), torch.zeros(4), base, amplitude, frequency, phase)]
+    )
     wave = math.cos(2 * math.pi * (0.25 * 0.4 + 0.5 * 0.2) + 0.3)
     expected = [1 / (1 + math.exp(-logit)) for logit in (0.5 + wave, 2 * wave, -0.5)]
-    seen = render(plain, camera(looking((1, 0, 0)), (0.0, 0.4, 0.2)), AHEAD)
+    seen, _ = render(plain, camera(looking((1, 0, 0)), (0.0, 0.4, 0.2)), AHEAD)
     assert seen.flatten().tolist() == pytest.approx(expected)
+
+
+def test_a_thing_hides_the_wall_behind_it_and_moves_over_the_video():
+    textures = {name: torch.zeros(7, *shape) for name, shape in PLAIN.items()}
+    box = torch.tensor([[[1.0, 0.0, 0.0], [0.25, 0.5, 0.5], [0.0, 2.0, 0.0]]])
+    seen = stack_rooms([Room(torch.tensor([3.0, 2.0, 1.5]), box, torch.zeros(4), **textures)])
+    rays = torch.tensor([[0.0, 0.0, 1.0], [0.6, 0.0, 1.0], [0.8, 0.0, 1.0]])
+    for time, surfaces, depths in ((0.0, [6, 6, 3], [0.75, 0.75, 2.5]), (1.0, [1, 1, 3], [3.0, 3.0, 2.5])):
+        hits = trace(seen.at(torch.tensor([time])), camera(LOOKING_FORWARD), rays)
+        assert hits.surface.flatten().tolist() == surfaces
+        assert hits.depth.flatten().tolist() == pytest.approx(depths)
+
+
+def test_a_lamp_shades_what_is_turned_away_from_it():
+    textures = {name: torch.zeros(6, *shape) for name, shape in PLAIN.items()}
+    lamp = torch.tensor([0.0, 1.0, 0.0, 0.6])  # its share of the light is 0.6
+    lit = stack_rooms([Room(torch.tensor([3.0, 2.0, 1.5]), torch.zeros(0, 3, 3), lamp, **textures)])
+    ahead, _ = render(lit, camera(LOOKING_FORWARD, (0.0, 0.0, 0.0)), AHEAD)
+    cosine = 3 / math.hypot(3, 1)  # 3 m before the wall, 1 m beside the point
+    assert ahead.flatten().tolist() == pytest.approx([0.5 * (0.4 + 0.6 * cosine)] * 3)
 
 
 def test_rooms_of_a_batch_do_not_mix():
     rays, pose = pixel_rays(INTRINSICS, 24, 32), camera(LOOKING_FORWARD)
-    both = render(stack_rooms([room(1), room(2)]), pose.expand(2, 1, 4, 4), rays)
+    both, _ = render(stack_rooms([room(1), room(2)]), pose.expand(2, 1, 4, 4), rays)
     for row, seed in enumerate((1, 2)):
-        assert torch.equal(both[row], render(stack_rooms([room(seed)]), pose, rays)[0])
-
-
-def test_slopes_of_the_texture_are_its_derivatives():
-    seen = stack_rooms([room()])
-    seen = Room(**{f.name: getattr(seen, f.name).double() for f in dataclasses.fields(Room)})
-    face = torch.arange(6).reshape(1, 1, 6)
-    u, v = torch.randn(2, 1, 1, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    colours, along_u, along_v = paint_slopes(seen, face, u, v)
-    assert torch.equal(colours, paint(seen, face, u, v))
-    step = 1e-5
-    for slope, (du, dv) in ((along_u, (step, 0)), (along_v, (0, step))):
-        ahead, behind = paint(seen, face, u + du, v + dv), paint(seen, face, u - du, v - dv)
-        assert torch.allclose(slope, (ahead - behind) / (2 * step), atol=1e-8)
+        assert torch.equal(both[:, row], render(stack_rooms([room(seed)]), pose, rays)[0][:, 0])
 
 
 def test_rendering_is_differentiable_in_the_pose():
@@ -112,11 +121,11 @@ def test_rendering_is_differentiable_in_the_pose():
     seen = Room(**{f.name: getattr(seen, f.name).double() for f in dataclasses.fields(Room)})
     rays = pixel_rays(INTRINSICS, 4, 4).double() * torch.tensor([0.3, 0.3, 1.0])  # the far wall only, no edges
     pose = reference_pose()[None, None].requires_grad_()
-    render(seen, pose, rays).sum().backward()
+    render(seen, pose, rays)[0].sum().backward()
     step = torch.zeros_like(pose)
     step[0, 0, 1, 3] = 1e-6
     with torch.no_grad():
-        change = (render(seen, pose + step, rays) - render(seen, pose - step, rays)).sum() / 2e-6
+        change = (render(seen, pose + step, rays)[0] - render(seen, pose - step, rays)[0]).sum() / 2e-6
     assert pose.grad[0, 0, 1, 3].item() == pytest.approx(change.item(), rel=1e-6)
     assert abs(change.item()) > 1e-3
 
@@ -131,7 +140,7 @@ def test_a_supersampled_video_is_the_mean_of_a_finer_one():
 
 
 def test_a_room_survives_json_to_the_last_bit():
-    first = room()
+    first = furnished_room(torch.Generator().manual_seed(0))
     values = json.loads(json.dumps(first.to_dict()))
     again = Room.from_dict(values)
     for field in dataclasses.fields(Room):

@@ -30,7 +30,7 @@ def straight(turn_deg: tuple[float, float, float], move: tuple[float, float, flo
 @pytest.mark.parametrize("speed", [0.3, 1.3])
 def test_all_ten_presets_are_followed(speed):
     filmed = film(list(PRESETS), speed=speed, rooms=2)
-    found = estimate_path(like_a_codec(filmed.videos[:, :, 1:], sigma=0.5), viewpoints(filmed)).poses
+    found = estimate_path(like_a_codec(filmed.videos, sigma=0.5), viewpoints(filmed)).poses
     degrees = rot_err(filmed.true[:, 1:], found).rad2deg()
     metres = trans_err(filmed.true[:, 1:], found)
     assert degrees.mean() < 0.8 and degrees.max() < 4
@@ -64,7 +64,7 @@ def test_neither_the_first_frame_nor_the_command_is_looked_at_and_of_many_frames
     spoilt[:, :, 0] = torch.rand(spoilt[:, :, 0].shape, generator=torch.Generator().manual_seed(0))
     assert torch.equal(RoomRot(tmp_path)(spoilt, asked).values, RoomRot(tmp_path)(FEW.videos, asked).values)
     assert scored_frames(5) == [1, 2, 3, 4]
-    assert scored_frames(81) == list(range(4, 81, 4))
+    assert scored_frames(9) == [2, 4, 6, 8] and scored_frames(81) == [20, 40, 60, 80]
     assert scored_frames(1) == [0]
     other = [dataclasses.replace(c, target_poses=preset_path("arc_right", 5), preset="arc_right") for c in asked]
     poses, residual, causes = PathEstimator(tmp_path)(FEW.videos, asked)

@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from flow_grpo.data.rooms import bare_room
 from flow_grpo.data.video_io import read_video
 from flow_grpo.maths.benchmarks import preset_at_own_speed
 from flow_grpo.maths.path_errors import path_errors
 from flow_grpo.maths.poses import PRESETS, pose, preset_path, relative, rotation_matrix, trans_err
-from flow_grpo.maths.room import random_room, render_video, stack_rooms
+from flow_grpo.maths.room import render_video, stack_rooms
 from flow_grpo.rewards.camera.structure_from_motion import Estimate
 from flow_grpo.runtime.video_file import write_video
 from tests.refusals import refusal
@@ -38,7 +39,7 @@ MOVING = [name for name, preset in PRESETS.items() if any(preset.translation)]
 
 def film(path: Tensor, seed: int = 0) -> Tensor:
     """Film a room along a path relative to its first camera: (3, T, h, w) in [0, 1]."""
-    room = stack_rooms([random_room(torch.Generator().manual_seed(seed))])
+    room = stack_rooms([bare_room(torch.Generator().manual_seed(seed))])
     return render_video(room, (reference_pose(seed) @ path)[None].float(), INTRINSICS, HEIGHT, WIDTH)[0]
 
 

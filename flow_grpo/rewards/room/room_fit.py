@@ -1,11 +1,9 @@
 """Fitting cameras to frames of a known room: what the estimator `room_pose` and the rewards of `room_path` share.
 
-A pose is refined by Levenberg-Marquardt on the colours of a frame. Two things make that exact on small, soft pictures:
-
-* walls meet in anti-aliased edges (the distance to the edge says which share of a pixel each wall covers), so the
-  strongest lines of the picture have a gradient instead of jumping between pixels;
-* blur and contrast of the frame are fitted with the pose, and mean colours are removed: otherwise a codec's blur of one
-  pixel, or a tenth more brightness, moves the pose by a degree and ten centimetres.
+A pose is refined by Levenberg-Marquardt on the colours of a frame: the room is rendered with its depth, and a camera's
+motion shifts each pixel along the picture's gradient by what the depth says (direct image alignment, as in LSD-SLAM,
+ECCV 2014). Blur and contrast of the frame are fitted with the pose, and mean colours are removed: otherwise a codec's
+blur of one pixel, or a tenth more brightness, moves the pose by a degree and ten centimetres.
 
 Nothing here knows the command: an estimate that began there would find it more often than it is true.
 
@@ -17,23 +15,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from einops import rearrange, repeat
+from einops import rearrange, reduce, repeat
 from torch import Tensor
 
 from flow_grpo.maths.pictures import blur_matrix, choose, shrink
 from flow_grpo.maths.poses import pose, relative, rotation_matrix
-from flow_grpo.maths.room import Room, render, stack_rooms
-from flow_grpo.maths.soft_room import Raster, draw_slopes
+from flow_grpo.maths.room import Room, frame_times, pixel_rays, render, stack_rooms
 from flow_grpo.records import Condition
 
 ROOM_FILE = "room.json"  # in a scene folder: the room that it was filmed in
 BLUR = 1.5  # pixels: sigma of the blurred rendering that is mixed in
 LOOK = (-0.6, 1.5)  # range of the blurred rendering's weight, and of the contrast less 1
+SUPERSAMPLE = 3  # rays per shrunk pixel and axis
 MARGIN = 0.1  # metres between the camera and the walls
 LARGEST_TURN, LARGEST_MOVE = 0.3, 0.8  # radians and metres of one step
 LOST = 0.5  # unexplained share of a frame's variance: under 0.1 after a codec, above 1 for another place
@@ -60,20 +57,25 @@ class Viewpoints:
 
     rooms: Room  # V rooms from `stack_rooms`
     references: Tensor  # (V, 4, 4) float64 absolute camera-to-world of the reference cameras, in metres
-    unproject: Tensor  # (V, 3, 3) inverse camera matrices
+    intrinsics: Tensor  # (V, 4) fx, fy, cx, cy in pixels
 
     def __len__(self) -> int:
         return len(self.references)
 
     def take(self, rows: Tensor) -> Viewpoints:
         """Return the viewpoints of rows (n,) int64."""
-        rooms = Room(**{field.name: getattr(self.rooms, field.name)[rows] for field in dataclasses.fields(Room)})
-        return Viewpoints(rooms, self.references[rows], self.unproject[rows])
+        return Viewpoints(self.rooms.take(rows), self.references[rows], self.intrinsics[rows])
+
+    def frames(self, numbers: Sequence[int], frames: int) -> Viewpoints:
+        """Return a viewpoint for each of these frames of videos of so many, video-major; rooms as they are then."""
+        each = self.take(torch.arange(len(self)).repeat_interleave(len(numbers)))
+        times = frame_times(frames)[list(numbers)].repeat(len(self))
+        return dataclasses.replace(each, rooms=each.rooms.at(times))
 
     def table(self) -> Tensor:
         """Return (V, numbers) float64: everything that makes a viewpoint, one a row."""
         parts = [getattr(self.rooms, field.name) for field in dataclasses.fields(Room)]
-        return torch.cat([part.flatten(1).double() for part in (*parts, self.references, self.unproject)], dim=1)
+        return torch.cat([part.flatten(1).double() for part in (*parts, self.references, self.intrinsics)], dim=1)
 
     def distinct(self) -> list[Tensor]:
         """Return the row numbers of each distinct viewpoint."""
@@ -92,10 +94,7 @@ def make_viewpoints(rooms: Room, references: Tensor, intrinsics: Tensor) -> View
     count = rooms.base.shape[0]
     if references.shape != (count, 4, 4):
         raise ValueError(f"{count} rooms need as many reference poses (4, 4), got {tuple(references.shape)}")
-    fx, fy, cx, cy = intrinsics.float().expand(count, 4).unbind(-1)
-    zero, one = torch.zeros_like(fx), torch.ones_like(fx)
-    rows = [(1 / fx, zero, -cx / fx), (zero, 1 / fy, -cy / fy), (zero, zero, one)]
-    return Viewpoints(rooms, references.double(), torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2))
+    return Viewpoints(rooms, references.double(), intrinsics.float().expand(count, 4))
 
 
 def find_viewpoints(data_root: Path, conditions: Sequence[Condition]) -> tuple[list[int], Viewpoints | None, list[str]]:
@@ -125,8 +124,7 @@ def find_viewpoints(data_root: Path, conditions: Sequence[Condition]) -> tuple[l
 class View:
     """N frames at one resolution, as planes of P pixels."""
 
-    viewpoints: Viewpoints  # N of them
-    raster: Raster  # pixel positions, in pixels of the full video
+    viewpoints: Viewpoints  # N of them, the intrinsics those of the shrunk frames
     colours: Tensor  # (3, N, 1, P) the frames, each less its mean colour
     size: tuple[int, int]  # rows and columns
     blur: tuple[Tensor, Tensor]  # matrices (rows, rows), (columns, columns) that blur an image
@@ -139,18 +137,25 @@ class View:
 
 def make_view(viewpoints: Viewpoints, frames: Tensor, columns: int) -> View:
     """Shrink frames (N, 3, h, w) to at most `columns` columns and prepare them to be compared with renderings."""
-    height, width = frames.shape[-2:]
     small = shrink(frames, columns)
     size = small.shape[-2], small.shape[-1]
-    block = width / size[1]
-    y = (torch.arange(size[0]) + 0.5) * (height / size[0])
-    x = (torch.arange(size[1]) + 0.5) * (width / size[1])
-    grid_y, grid_x = torch.meshgrid(y, x, indexing="ij")
-    pixels = torch.stack([grid_x, grid_y, torch.ones_like(grid_x)], dim=-1).flatten(0, 1)
+    rows, block = frames.shape[-2] / size[0], frames.shape[-1] / size[1]
+    shrunk = dataclasses.replace(
+        viewpoints, intrinsics=viewpoints.intrinsics / torch.tensor([block, rows, block, rows])
+    )
     colours = rearrange(small, "n c y x -> c n 1 (y x)").contiguous()
     colours = colours - colours.mean(-1, keepdim=True)
     blur = blur_matrix(size[0], BLUR / block), blur_matrix(size[1], BLUR / block)
-    return View(viewpoints, Raster(pixels, viewpoints.unproject, block / math.sqrt(12)), colours, size, blur)
+    return View(shrunk, colours, size, blur)
+
+
+def draw(view: View, poses: Tensor, supersample: int = SUPERSAMPLE) -> tuple[Tensor, Tensor]:
+    """Render M poses (N, M, 4, 4) of each frame; return colours (3, N, M, rows, columns) and mean inverse depths."""
+    rays = pixel_rays(view.viewpoints.intrinsics, *view.size, supersample)
+    colours, depth = render(view.viewpoints.rooms, poses, rays)
+    pixels = "(y i x j) -> ... y x"
+    sizes = {"y": view.size[0], "i": supersample, "j": supersample}
+    return reduce(colours, f"... {pixels}", "mean", **sizes), reduce(1 / depth, f"... {pixels}", "mean", **sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,19 +170,28 @@ class Fit:
 
 
 def _linearise(view: View, poses: Tensor, look: Tensor) -> Fit:
-    """Compare frames with renderings; return cost, J^T J and J^T r of a Gauss-Newton step."""
-    drawn = draw_slopes(view.viewpoints.rooms, poses, view.raster)  # (7, 3, N, M, P)
-    softer = ((view.blur[0] @ drawn.unflatten(-1, view.size)) @ view.blur[1].T).flatten(-2) - drawn
+    """Compare frames with renderings; return cost, J^T J and J^T r of a Gauss-Newton step.
+
+    Parameters are a rotation vector and a translation in the camera's axes, in radians and metres, and the look.
+    """
+    drawn, nearness = draw(view, poses)
+    softer = view.blur[0] @ drawn @ view.blur[1].T - drawn
     blur, contrast = look[..., None].unbind(-2)
-    drawn = drawn + blur * softer
-    drawn = drawn - drawn.mean(-1, keepdim=True)
-    error = rearrange((1 + contrast) * drawn[0] - view.colours, "c n m p -> n m (c p)")
-    softer = softer[:1] - softer[:1].mean(-1, keepdim=True)
-    jacobian = torch.cat([(1 + contrast) * drawn[1:], softer, drawn[:1]])
-    jacobian = rearrange(jacobian, "k c n m p -> n m k (c p)").contiguous()
-    normal = jacobian @ jacobian.mT
-    gradient = (jacobian @ error[..., None])[..., 0]
-    return Fit(poses, look, error.square().mean(-1), normal, gradient)
+    drawn = drawn + blur[..., None] * softer
+    slope_y, slope_x = (slope.flatten(-2) for slope in torch.gradient(drawn, dim=(-2, -1)))
+    drawn, softer, nearness = drawn.flatten(-2), softer.flatten(-2), nearness.flatten(-2)
+    error = (1 + contrast) * (drawn - drawn.mean(-1, keepdim=True)) - view.colours
+    # A point at (x, y, 1) / nearness moves by -(translation + rotation x point) in the camera's axes.
+    x, y, _ = pixel_rays(view.viewpoints.intrinsics, *view.size)[:, None].unbind(-1)  # (N, 1, P)
+    focal_x, focal_y = view.viewpoints.intrinsics[:, :2, None, None].unbind(1)
+    zero, one = torch.zeros_like(nearness), torch.ones_like(nearness)
+    shift_x = torch.stack([x * y * one, -(1 + x * x) * one, y * one, -nearness, zero, x * nearness])
+    shift_y = torch.stack([(1 + y * y) * one, -x * y * one, -x * one, zero, -nearness, y * nearness])
+    moved = -slope_x * (focal_x * shift_x)[:, None] - slope_y * (focal_y * shift_y)[:, None]
+    jacobian = torch.cat([(1 + contrast) * moved, softer[None], drawn[None]])
+    jacobian = rearrange(jacobian - jacobian.mean(-1, keepdim=True), "k c n m p -> n m k (c p)").contiguous()
+    gradient = jacobian @ rearrange(error, "c n m p -> n m (c p) 1")
+    return Fit(poses, look, error.square().mean(dim=(0, -1)), jacobian @ jacobian.mT, gradient[..., 0])
 
 
 def refine(view: View, poses: Tensor, steps: int) -> Fit:
@@ -191,9 +205,9 @@ def refine(view: View, poses: Tensor, steps: int) -> Fit:
         turn, move, look = step.split([3, 3, 2], dim=-1)
         turn = turn * (LARGEST_TURN / turn.norm(dim=-1, keepdim=True).clamp_min(LARGEST_TURN))
         move = move * (LARGEST_MOVE / move.norm(dim=-1, keepdim=True).clamp_min(LARGEST_MOVE))
-        centres = (fit.poses[..., :3, 3] + move).clamp(-view.limit, view.limit)
-        moved = pose(rotation_matrix(turn) @ fit.poses[..., :3, :3], centres)
-        trial = _linearise(view, moved, (fit.look + look).clamp(*LOOK))
+        axes = fit.poses[..., :3, :3]
+        centres = (fit.poses[..., :3, 3] + (axes @ move[..., None])[..., 0]).clamp(-view.limit, view.limit)
+        trial = _linearise(view, pose(axes @ rotation_matrix(turn), centres), (fit.look + look).clamp(*LOOK))
         better = trial.cost < fit.cost
         fit = choose(better, trial, fit)
         damping = torch.where(better, 0.1 * damping, 10 * damping)
@@ -211,18 +225,15 @@ def guess(view: View, guesses: Tensor, count: int) -> Tensor:
 
     Frames of one viewpoint (those of a video, and of the copies of a condition) share the renderings.
     """
-    colours = rearrange(view.colours, "c n 1 p -> n (p c)")
-    chosen = torch.empty(len(colours), count, 4, 4)
+    chosen = torch.empty(view.colours.shape[1], count, 4, 4)
     for rows in view.viewpoints.distinct():
-        here = view.viewpoints.take(rows[:1])
-        poses = here.references[:, None].float() @ guesses
-        limit = here.rooms.half_size - MARGIN
-        poses[..., :3, 3] = poses[..., :3, 3].clamp(-limit, limit)
-        cameras = poses.clone()
-        cameras[..., :3, :3] = poses[..., :3, :3] @ here.unproject[:, None]
-        drawn = render(here.rooms, cameras, view.raster.pixels)[0]
-        drawn = (drawn - drawn.mean(dim=1, keepdim=True)).flatten(1)  # (H, P * 3)
-        product, power = colours[rows] @ drawn.T, drawn.square().sum(1)
+        here = dataclasses.replace(view, viewpoints=view.viewpoints.take(rows[:1]))
+        poses = here.viewpoints.references[:, None].float() @ guesses
+        poses[..., :3, 3] = poses[..., :3, 3].clamp(-here.limit, here.limit)
+        drawn = draw(here, poses, 1)[0].flatten(-2)
+        drawn = rearrange(drawn - drawn.mean(-1, keepdim=True), "c 1 h p -> h (c p)")
+        colours = rearrange(view.colours[:, rows], "c n 1 p -> n (c p)")
+        product, power = colours @ drawn.T, drawn.square().sum(1)
         contrast = (product / power).clamp(1 + LOOK[0], 1 + LOOK[1])
         cost = contrast * (contrast * power - 2 * product)
         chosen[rows] = best(poses.expand(len(rows), -1, -1, -1), cost, count)
@@ -245,5 +256,6 @@ def read_off(view: View, fit: Fit, viewpoints: Viewpoints) -> RoomPoses:
     left, _, right = torch.linalg.svd(found[..., :3, :3])  # float32 steps leave a rotation orthogonal to 1e-6 only
     found[..., :3, :3] = left @ right
     # Not the variance of the full frame: shrinking averages noise away, and a fit of what remains would look good.
-    variance = view.colours.square().mean(dim=(0, 2, 3)).reshape(cost.shape).clamp_min(SMALLEST_CONTRAST**2)
-    return RoomPoses(relative(viewpoints.references, found), cost.sqrt(), ~(cost <= LOST * variance))  # NaN is lost
+    variance = view.colours.square().mean(dim=(0, 2, 3)).reshape(cost.shape)
+    located = (cost <= LOST * variance) & (variance >= SMALLEST_CONTRAST**2)  # NaN is lost
+    return RoomPoses(relative(viewpoints.references, found), cost.sqrt(), ~located)

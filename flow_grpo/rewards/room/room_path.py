@@ -19,7 +19,6 @@ from torch.quasirandom import SobolEngine
 
 from flow_grpo.maths.poses import pose, rot_err, rotation_matrix, trans_err
 from flow_grpo.records import Condition, RewardResult
-from flow_grpo.rewards.frames import frame_numbers
 from flow_grpo.rewards.results import scored_rows
 from flow_grpo.rewards.room.room_fit import (
     RoomPoses,
@@ -33,12 +32,13 @@ from flow_grpo.rewards.room.room_fit import (
 )
 from flow_grpo.runtime.lru import LruCache
 
-COLUMNS = (8, 16)  # of the coarse and the fine pictures, at most
-GUESSES = 512
-REACH = (15.0, 32.0, 1.4, 0.7, 1.4)  # of the guesses: degrees of pitch and yaw, metres right, down, forward
-STARTS = 4  # guesses of a frame that are refined
+COLUMNS = (12, 24)  # of the coarse and the fine pictures, at most
+GUESSES = 1024
+REACH = (20.0, 45.0, 2.3, 1.2, 2.4)  # of the guesses: degrees of pitch and yaw, metres right, down, forward
+STARTS = 6  # guesses of a frame that are refined
 STEPS = (3, 4)  # Levenberg-Marquardt steps of the starts on the coarse pictures, then of the best one on the fine
 BATCHES_KEPT = 2
+MOST_LOCATED = 4  # frames of a video
 
 
 @functools.cache
@@ -51,15 +51,17 @@ def guesses() -> Tensor:
 
 
 def scored_frames(frames: int) -> list[int]:
-    """Return which of T frames are located: those that rewards score, without the first unless it is the only one."""
-    return frame_numbers(frames)[1:] or [0]
+    """Return which of T frames are located: up to four, evenly spread, the first only if it is alone."""
+    located = min(frames - 1, MOST_LOCATED)
+    return [round((number + 1) * (frames - 1) / located) for number in range(located)] or [0]
 
 
 @torch.no_grad()
 def estimate_path(videos: Tensor, viewpoints: Viewpoints) -> RoomPoses:
-    """Return where the F frames of videos (B, 3, F, h, w), in [0, 1], were filmed from, by B viewpoints."""
-    images = rearrange(videos, "b c t h w -> (b t) c h w").float()
-    by_frame = viewpoints.take(torch.arange(len(videos)).repeat_interleave(videos.shape[2]))
+    """Return where the scored frames of videos (B, 3, T, h, w), in [0, 1], were filmed from, by B viewpoints."""
+    numbers = scored_frames(videos.shape[2])
+    images = rearrange(videos[:, :, numbers], "b c t h w -> (b t) c h w").float()
+    by_frame = viewpoints.frames(numbers, videos.shape[2])
     coarse, fine = (make_view(by_frame, images, columns) for columns in COLUMNS)
     fit = refine(coarse, guess(coarse, guesses(), STARTS), STEPS[0])
     fit = refine(fine, best(fit.poses, fit.cost, 1), STEPS[1])
@@ -83,7 +85,7 @@ class PathEstimator:
         poses = torch.full((len(videos), len(numbers), 4, 4), torch.nan, dtype=torch.float64)
         residual = torch.full(poses.shape[:2], torch.nan)
         if viewpoints is not None:
-            chosen = videos[rows][:, :, numbers]
+            chosen = videos[rows]
             content = hashlib.blake2b(repr(tuple(chosen.shape)).encode(), digest_size=16)
             for part in (chosen, viewpoints.table()):
                 content.update(part.numpy().tobytes())

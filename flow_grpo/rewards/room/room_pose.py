@@ -16,13 +16,13 @@ from torch import Tensor
 
 from flow_grpo.maths.pictures import shrink
 from flow_grpo.maths.poses import pose, rot_deg_frame_mean, rot_err, rotation_matrix, trans_err, trans_m_mean
-from flow_grpo.maths.soft_room import draw
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.results import scored_rows
 from flow_grpo.rewards.room.room_fit import (
     RoomPoses,
     Viewpoints,
     best,
+    draw,
     find_viewpoints,
     guess,
     make_view,
@@ -30,7 +30,7 @@ from flow_grpo.rewards.room.room_fit import (
     refine,
 )
 
-COLUMNS = (8, 16, 32)  # of the coarse, middle and fine pictures, at most
+COLUMNS = (12, 24, 48)  # of the coarse, middle and fine pictures, at most
 STARTS = 4  # initial poses of a frame that are refined
 GUESS_YAW = (-30.0, -20.0, -10.0, 0.0, 10.0, 20.0, 30.0)  # degrees; more than any preset of the tiny world turns
 GUESS_PITCH = (-14.0, -7.0, 0.0, 7.0, 14.0)
@@ -70,7 +70,7 @@ def estimate_poses(videos: Tensor, viewpoints: Viewpoints) -> RoomPoses:
     batch, frames = videos.shape[0], videos.shape[2]
     assert len(viewpoints) == batch, "a viewpoint for every video"
     images = rearrange(videos, "b c t h w -> (b t) c h w").float()
-    by_frame = viewpoints.take(torch.arange(batch).repeat_interleave(frames))
+    by_frame = viewpoints.frames(range(frames), frames)
     coarse, middle, fine = (make_view(by_frame, images, columns) for columns in COLUMNS)
     fit = refine(coarse, guess(coarse, initial_poses(), STARTS), 3)
     poses = best(fit.poses, fit.cost, 2)
@@ -78,7 +78,7 @@ def estimate_poses(videos: Tensor, viewpoints: Viewpoints) -> RoomPoses:
     before, after = torch.cat([own[:, :1], own[:, :-1]], dim=1), torch.cat([own[:, 1:], own[:, -1:]], dim=1)
     neighbours = rearrange(torch.stack([before, after], dim=2), "b t side r c -> (b t) side r c")
     poses = torch.cat([poses, neighbours], dim=1)
-    drawn = draw(middle.viewpoints.rooms, poses, middle.raster)  # (3, N, M, P)
+    drawn = draw(middle, poses)[0].flatten(-2)
     cost = (drawn - drawn.mean(-1, keepdim=True) - middle.colours).square().mean(dim=(0, -1))  # (N, M), look not fitted
     fit = refine(middle, best(poses, cost, 2), 2)
     return read_off(fine, refine(fine, best(fit.poses, fit.cost, 1), 3), viewpoints)
@@ -90,11 +90,10 @@ def psnr_on_path(videos: Tensor, viewpoints: Viewpoints, poses: Tensor) -> Tenso
     `videos` and `viewpoints` as of `estimate_poses`, poses as it returns them; at the finest resolution of the fit.
     """
     images = rearrange(videos, "b c t h w -> (b t) c h w").float()
-    rows = torch.arange(len(viewpoints)).repeat_interleave(videos.shape[2])
-    view = make_view(viewpoints.take(rows), images, COLUMNS[-1])
+    view = make_view(viewpoints.frames(range(poses.shape[1]), poses.shape[1]), images, COLUMNS[-1])
     cameras = rearrange(viewpoints.references[:, None] @ poses, "b t r c -> (b t) 1 r c").float()
-    drawn = rearrange(draw(view.viewpoints.rooms, cameras, view.raster), "c n 1 p -> n c p")
-    error = (drawn - shrink(images, COLUMNS[-1]).flatten(2)).square().mean(dim=(1, 2)).clamp_min(1e-10)
+    drawn = rearrange(draw(view, cameras)[0], "c n 1 y x -> n c y x")
+    error = (drawn - shrink(images, COLUMNS[-1])).square().mean(dim=(1, 2, 3)).clamp_min(1e-10)
     return rearrange(-10 * error.log10(), "(b t) -> b t", b=len(videos)).mean(-1)
 
 
