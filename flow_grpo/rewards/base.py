@@ -65,9 +65,10 @@ REWARDS: Mapping[str, str] = {
     "room_pose": "room.room_pose:RoomPose",
     "room_rot": "room.room_path:RoomRot",
     "room_trans": "room.room_path:RoomTrans",
+    "room_content": "room.room_path:RoomContent",
 }
 # File in a scene's folder that a reward reads in addition to the videos; such a class is built with the data folder.
-SCENE_FILES: Mapping[str, str] = dict.fromkeys(("room_pose", "room_rot", "room_trans"), ROOM_FILE)
+SCENE_FILES: Mapping[str, str] = dict.fromkeys((name for name in REWARDS if name.startswith("room_")), ROOM_FILE)
 
 NO_WRITING = "must not write into its videos or conditions, which others score, too; change a copy: videos.clone()"
 

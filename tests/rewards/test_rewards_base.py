@@ -142,7 +142,7 @@ def test_the_callback_runs_after_each_reward_even_a_failed_one():
 
 
 def test_an_unknown_reward_is_refused_with_the_known_ones():
-    said = "weights: got 'beauty', must be one of 'target_view', .*'room_trans' or FILE.py:NAME; pass"
+    said = "weights: got 'beauty', must be one of 'target_view', .*'room_content' or FILE.py:NAME; pass"
     with pytest.raises(ConfigError, match=said):
         build_reward("beauty", data_root="data")
     with pytest.raises(ConfigError, match=r"got 'target_veiw', .*; did you mean 'target_view'\?"):

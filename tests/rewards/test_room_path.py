@@ -7,10 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from flow_grpo.maths.pictures import blur
 from flow_grpo.maths.poses import PRESETS, pose, preset_path, rot_err, rotation_matrix, trans_err
 from flow_grpo.maths.room import render_video
 from flow_grpo.rewards.room import room_path
-from flow_grpo.rewards.room.room_path import PathEstimator, RoomRot, RoomTrans, estimate_path, scored_frames
+from flow_grpo.rewards.room.room_path import (
+    PathEstimator,
+    RoomContent,
+    RoomRot,
+    RoomTrans,
+    estimate_path,
+    scored_frames,
+)
 from tests.room_films import HEIGHT, INTRINSICS, WIDTH, conditions, film, like_a_codec, viewpoints
 
 FEW = film(["pan_right", "zoom_in", "arc_left", "translate_up"], rooms=2)
@@ -67,9 +75,9 @@ def test_neither_the_first_frame_nor_the_command_is_looked_at_and_of_many_frames
     assert scored_frames(9) == [2, 4, 6, 8] and scored_frames(81) == [20, 40, 60, 80]
     assert scored_frames(1) == [0]
     other = [dataclasses.replace(c, target_poses=preset_path("arc_right", 5), preset="arc_right") for c in asked]
-    poses, residual, causes = PathEstimator(tmp_path)(FEW.videos, asked)
-    again = PathEstimator(tmp_path)(FEW.videos, other)
-    assert torch.equal(poses, again[0]) and torch.equal(residual, again[1]) and causes == again[2] == [""] * 8
+    (found, causes), (again, same) = (PathEstimator(tmp_path)(FEW.videos, each) for each in (asked, other))
+    assert torch.equal(found.poses, again.poses) and torch.equal(found.residual, again.residual)
+    assert causes == same == [""] * 8
 
 
 def test_a_video_with_a_lost_frame_is_not_valid_and_costs_no_other_its_value(tmp_path):
@@ -97,7 +105,20 @@ def test_a_batch_scores_as_its_rows_do_alone(tmp_path):
         assert torch.allclose(torch.cat(alone), kind(tmp_path)(videos, asked).values, atol=tolerance)
 
 
-def test_both_rewards_share_one_estimate_of_a_batch(tmp_path, monkeypatch):
+def test_content_is_judged_wherever_the_camera_went(tmp_path):
+    """The right room along a wrong path scores as along the right one; stains, noise and blur cost."""
+    asked, reward = conditions(FEW, root=tmp_path), RoomContent(tmp_path)
+    right = reward(FEW.videos, asked).values
+    elsewhere = [dataclasses.replace(c, target_poses=preset_path("tilt_up", 5)) for c in asked]
+    assert torch.equal(reward(FEW.videos, elsewhere).values, right) and right.min() > 30
+    stained = FEW.videos.clone()
+    stained[:, :, :, 8:16, 8:16] = stained[:, :, :, 8:16, 8:16].flip(1)
+    for spoilt in (stained, like_a_codec(FEW.videos, noise=0.05), blur(FEW.videos, 2.0)):
+        found = reward(spoilt, asked)
+        assert (found.values < right - 3 * reward.floor)[found.valid].all()
+
+
+def test_all_rewards_share_one_estimate_of_a_batch(tmp_path, monkeypatch):
     measured = []
     estimate = estimate_path
     monkeypatch.setattr(

@@ -23,6 +23,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {  # companion videos of the rewards that
     "room_pose": (),
     "room_rot": (),
     "room_trans": (),
+    "room_content": (),
     "sharpness": (),
 }
 REPLIES_KEPT = 64  # for a client that timed out and asks again, or asks for another score of the same model

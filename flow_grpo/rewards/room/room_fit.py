@@ -126,6 +126,7 @@ class View:
 
     viewpoints: Viewpoints  # N of them, the intrinsics those of the shrunk frames
     colours: Tensor  # (3, N, 1, P) the frames, each less its mean colour
+    means: Tensor  # (3, N, 1, 1) which is this
     size: tuple[int, int]  # rows and columns
     blur: tuple[Tensor, Tensor]  # matrices (rows, rows), (columns, columns) that blur an image
 
@@ -144,9 +145,9 @@ def make_view(viewpoints: Viewpoints, frames: Tensor, columns: int) -> View:
         viewpoints, intrinsics=viewpoints.intrinsics / torch.tensor([block, rows, block, rows])
     )
     colours = rearrange(small, "n c y x -> c n 1 (y x)").contiguous()
-    colours = colours - colours.mean(-1, keepdim=True)
+    means = colours.mean(-1, keepdim=True)
     blur = blur_matrix(size[0], BLUR / block), blur_matrix(size[1], BLUR / block)
-    return View(shrunk, colours, size, blur)
+    return View(shrunk, colours - means, means, size, blur)
 
 
 def draw(view: View, poses: Tensor, supersample: int = SUPERSAMPLE) -> tuple[Tensor, Tensor]:
@@ -246,16 +247,20 @@ class RoomPoses:
 
     poses: Tensor  # (B, T, 4, 4) float64 OpenCV camera-to-world in metres, relative to the reference camera
     residual: Tensor  # (B, T) rms colour error in [0, 1] of the best pose, after fitting blur, contrast and mean colour
+    psnr: Tensor  # (B, T) dB, of the frame to the room as seen from the best pose, nothing else fitted
     lost: Tensor  # (B, T) bool, no pose explains half the variance of the frame, at the resolution of the fit
 
 
 def read_off(view: View, fit: Fit, viewpoints: Viewpoints) -> RoomPoses:
     """Return the first pose of each of N frames as those of B videos, filmed at B viewpoints."""
-    poses, cost = (rearrange(part[:, 0], "(b t) ... -> b t ...", b=len(viewpoints)) for part in (fit.poses, fit.cost))
-    found = poses.double()
-    left, _, right = torch.linalg.svd(found[..., :3, :3])  # float32 steps leave a rotation orthogonal to 1e-6 only
-    found[..., :3, :3] = left @ right
+    poses, cost = fit.poses[:, :1], fit.cost[:, 0]
+    error = draw(view, poses)[0].flatten(-2) - view.means - view.colours
+    psnr = -10 * error.square().mean(dim=(0, 2, 3)).clamp_min(1e-10).log10()
     # Not the variance of the full frame: shrinking averages noise away, and a fit of what remains would look good.
-    variance = view.colours.square().mean(dim=(0, 2, 3)).reshape(cost.shape)
-    located = (cost <= LOST * variance) & (variance >= SMALLEST_CONTRAST**2)  # NaN is lost
-    return RoomPoses(relative(viewpoints.references, found), cost.sqrt(), ~located)
+    variance = view.colours.square().mean(dim=(0, 2, 3))
+    lost = ~((cost <= LOST * variance) & (variance >= SMALLEST_CONTRAST**2))  # NaN is lost
+    left, _, right = torch.linalg.svd(poses[:, 0, :3, :3].double())  # float32 steps leave it orthogonal to 1e-6 only
+    found = pose(left @ right, poses[:, 0, :3, 3].double())
+    parts = (rearrange(part, "(b t) ... -> b t ...", b=len(viewpoints)) for part in (found, cost.sqrt(), psnr, lost))
+    found, *others = parts
+    return RoomPoses(relative(viewpoints.references, found), *others)

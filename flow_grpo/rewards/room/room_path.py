@@ -1,4 +1,4 @@
-"""The tiny world's camera rewards: `room_rot` and `room_trans`, minus the error of the camera in degrees and metres.
+"""The tiny world's rewards: `room_rot` and `room_trans`, minus the camera's error, and `room_content`, the picture.
 
 A picture's displacement cannot tell a turn from a shift, a comparison with the known room can. The estimator is not the
 reference estimator `room_pose`, so that a policy cannot learn that one's mistakes: it ends at half the resolution,
@@ -7,6 +7,7 @@ starts from random guesses instead of a grid, takes every frame on its own, and 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Sequence
@@ -78,30 +79,36 @@ class PathEstimator:
         self.data_root = data_root
         self._batches: LruCache[bytes, RoomPoses] = LruCache(BATCHES_KEPT)
 
-    def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> tuple[Tensor, Tensor, list[str]]:
-        """Return poses (B, F, 4, 4), residuals (B, F), both NaN where unknown, and B causes, "" for located videos."""
+    def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> tuple[RoomPoses, list[str]]:
+        """Return where B videos were filmed from, NaN and lost where unknown, and B causes, "" for located videos."""
         rows, viewpoints, causes = find_viewpoints(self.data_root, conditions)
-        numbers = scored_frames(videos.shape[2])
-        poses = torch.full((len(videos), len(numbers), 4, 4), torch.nan, dtype=torch.float64)
-        residual = torch.full(poses.shape[:2], torch.nan)
+        size = len(videos), len(scored_frames(videos.shape[2]))
+        nothing = torch.full(size, torch.nan)
+        every = RoomPoses(
+            torch.full((*size, 4, 4), torch.nan, dtype=torch.float64),
+            nothing,
+            nothing.clone(),
+            torch.ones(size, dtype=torch.bool),
+        )
         if viewpoints is not None:
             chosen = videos[rows]
             content = hashlib.blake2b(repr(tuple(chosen.shape)).encode(), digest_size=16)
             for part in (chosen, viewpoints.table()):
                 content.update(part.numpy().tobytes())
             found = self._batches.get_or_make(content.digest(), functools.partial(estimate_path, chosen, viewpoints))
-            poses[rows], residual[rows] = found.poses, found.residual
+            for field in dataclasses.fields(RoomPoses):
+                getattr(every, field.name)[rows] = getattr(found, field.name)
             for row, lost in zip(rows, found.lost.sum(1).tolist(), strict=True):
                 if lost:
-                    causes[row] = f"{lost} of {len(numbers)} frames cannot be located: no view of the room is like them"
-        return poses, residual, causes
+                    causes[row] = f"{lost} of {size[1]} frames cannot be located: no view of the room is like them"
+        return every, causes
 
 
-shared_estimator = functools.cache(PathEstimator)  # that both rewards of this process share, by data folder
+shared_estimator = functools.cache(PathEstimator)  # that all rewards of this process share, by data folder
 
 
 class RoomPathReward:
-    """Base of the two rewards: minus the mean error over the frames after the first.
+    """Base of the three rewards: the mean over the frames after the first.
 
     A video with a frame that cannot be located, for no view of the room explains half its variance, is not valid.
     `info`: `residual`, the rms colour error in [0, 1] that the best poses leave.
@@ -113,19 +120,21 @@ class RoomPathReward:
     def __init__(self, data_root: str | Path) -> None:
         self.estimator = shared_estimator(Path(data_root))
 
-    def errors(self, commanded: Tensor, found: Tensor) -> Tensor:
-        """Return the errors (B, F) of poses (B, F, 4, 4), in the unit of the reward."""
+    def of_frames(self, commanded: Tensor, found: RoomPoses) -> Tensor:
+        """Return what each frame is worth, (B, F), with commanded poses (B, F, 4, 4), in the unit of the reward."""
         raise NotImplementedError
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
         """Score (B, 3, T, h, w) videos in [0, 1]; not valid without room, reference pose, intrinsics or a location."""
-        poses, residual, causes = self.estimator(videos, conditions)
+        found, causes = self.estimator(videos, conditions)
         numbers = scored_frames(videos.shape[2])
 
         def score(rows: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
             commanded = torch.stack([conditions[row].need_poses()[numbers] for row in rows])
-            errors = self.errors(commanded, poses[rows])
-            return -errors.mean(-1).float(), {"residual": residual[rows].mean(-1)}
+            here = RoomPoses(
+                **{field.name: getattr(found, field.name)[rows] for field in dataclasses.fields(RoomPoses)}
+            )
+            return self.of_frames(commanded, here).mean(-1).float(), {"residual": here.residual.mean(-1)}
 
         return scored_rows(causes, self.measures, score)
 
@@ -136,9 +145,9 @@ class RoomRot(RoomPathReward):
     name = "room_rot"
     floor = 0.25  # standard deviation of the value over codec reconstructions of 160 exact videos
 
-    def errors(self, commanded: Tensor, found: Tensor) -> Tensor:
-        """Return the rotation errors (B, F) in degrees."""
-        return rot_err(commanded, found).rad2deg()
+    def of_frames(self, commanded: Tensor, found: RoomPoses) -> Tensor:
+        """Return minus the rotation errors (B, F) in degrees."""
+        return -rot_err(commanded, found.poses).rad2deg()
 
 
 class RoomTrans(RoomPathReward):
@@ -147,6 +156,20 @@ class RoomTrans(RoomPathReward):
     name = "room_trans"
     floor = 0.015  # likewise
 
-    def errors(self, commanded: Tensor, found: Tensor) -> Tensor:
-        """Return the distances (B, F) in metres."""
-        return trans_err(commanded, found)
+    def of_frames(self, commanded: Tensor, found: RoomPoses) -> Tensor:
+        """Return minus the distances (B, F) in metres."""
+        return -trans_err(commanded, found.poses)
+
+
+class RoomContent(RoomPathReward):
+    """value = mean PSNR in dB to the room as seen from where the video was filmed, wherever that is.
+
+    The content is judged by its agreement with the room, without a true view of the command.
+    """
+
+    name = "room_content"
+    floor = 0.3  # likewise
+
+    def of_frames(self, commanded: Tensor, found: RoomPoses) -> Tensor:  # noqa: ARG002 - the command has no part in it
+        """Return the PSNR (B, F) in dB."""
+        return found.psnr

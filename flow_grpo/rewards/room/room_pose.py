@@ -14,7 +14,6 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
-from flow_grpo.maths.pictures import shrink
 from flow_grpo.maths.poses import pose, rot_deg_frame_mean, rot_err, rotation_matrix, trans_err, trans_m_mean
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.results import scored_rows
@@ -84,19 +83,6 @@ def estimate_poses(videos: Tensor, viewpoints: Viewpoints) -> RoomPoses:
     return read_off(fine, refine(fine, best(fit.poses, fit.cost, 1), 3), viewpoints)
 
 
-def psnr_on_path(videos: Tensor, viewpoints: Viewpoints, poses: Tensor) -> Tensor:
-    """Return (B,) dB, the mean over frames of videos' PSNR to the room as seen from poses (B, T, 4, 4).
-
-    `videos` and `viewpoints` as of `estimate_poses`, poses as it returns them; at the finest resolution of the fit.
-    """
-    images = rearrange(videos, "b c t h w -> (b t) c h w").float()
-    view = make_view(viewpoints.frames(range(poses.shape[1]), poses.shape[1]), images, COLUMNS[-1])
-    cameras = rearrange(viewpoints.references[:, None] @ poses, "b t r c -> (b t) 1 r c").float()
-    drawn = rearrange(draw(view, cameras)[0], "c n 1 y x -> n c y x")
-    error = (drawn - shrink(images, COLUMNS[-1])).square().mean(dim=(1, 2, 3)).clamp_min(1e-10)
-    return rearrange(-10 * error.log10(), "(b t) -> b t", b=len(videos)).mean(-1)
-
-
 class RoomPose:
     """Closeness of the camera to its command: an optional reward, and the tiny world's reference metric.
 
@@ -131,7 +117,7 @@ class RoomPose:
                 "rot_err_deg": rot_deg_frame_mean(commanded, found.poses).float(),
                 "trans_err_m": trans_m_mean(commanded, found.poses).float(),
                 "residual": found.residual.mean(-1),
-                "found_path_psnr_db": psnr_on_path(videos[rows], viewpoints, found.poses),
+                "found_path_psnr_db": found.psnr.mean(-1),
                 "located": 1 - found.lost.float().mean(-1),
             }
             return -(metres + degrees / ROT_CAP_DEG).mean(-1).float(), info
