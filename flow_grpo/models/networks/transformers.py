@@ -15,6 +15,10 @@ from torch import nn
 
 from flow_grpo.models.files.model_files import check_component
 
+# `model.boundary_ratio` in an adapter's metadata or an exported transformer's config.json, where diffusers takes names
+# without underscore for arguments.
+BOUNDARY = "_boundary_ratio"
+
 TransformerType = TypeVar("TransformerType", bound=WanTransformer3DModel)
 
 
