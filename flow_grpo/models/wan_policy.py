@@ -153,9 +153,6 @@ class WanPolicy:
     With LoRA the reference policy is the network with adapters disabled; otherwise it is a copy of the trained weights
     that `keep_reference` makes.
 
-    Attributes:
-        boundary_ratio: noise level below which the reference policy answers; `velocity` alone asks it.
-
     Args:
         networks: the model's networks, the training mode already applied to the transformer.
         guidance_scale: of rows encoded without a guidance of their own; any value but 1 runs one forward of 2B rows.
@@ -167,7 +164,7 @@ class WanPolicy:
         store: cache of encodings; in memory only by default.
     """
 
-    boundary_ratio = 0.0
+    boundary_ratio = 0.0  # noise level below which the reference policy answers; `velocity` alone asks it
 
     def __init__(
         self,
@@ -383,9 +380,9 @@ class WanPolicy:
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[None]:
-        """Context manager in which `velocity` is that of the policy before training, at every level.
+        """Context manager, without gradients, in which `velocity` is the policy's before training at every level.
 
-        Without gradients; call `keep_reference` first.
+        Call `keep_reference` first.
         """
         weights: contextlib.AbstractContextManager[None]
         if has_lora(self.module):

@@ -114,7 +114,7 @@ class ModelConfig(Section):
     lora_full_modules: tuple[Text, ...] = knob(("cam_encoder",), "last names of further modules, trained in full")
     boundary_ratio: Float = knob(
         0.0,
-        "noise level below which the starting weights answer, as in diffusers' WanPipeline; 0: the trained ones at all",
+        "noise level below which the starting weights answer, as in diffusers' WanPipeline; 0 nowhere",
         ge=0,
         le=1,
     )

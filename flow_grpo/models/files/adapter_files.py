@@ -84,7 +84,7 @@ OWN_CARD = f"""The weights of a {{kind}} trained with GRPO, its state dict in `{
 """
 BOUNDARY_CARD = """
 Below noise level {boundary:g} the weights before training must answer, as in training and by this project's tools
-(`model.boundary_ratio`); plain diffusers has no such rule for an adapter, which answers there at every level.
+(`model.boundary_ratio`); plain diffusers cannot hold that rule for an adapter, which answers there at every level.
 """
 
 

@@ -15,11 +15,9 @@ from torch import nn
 
 from flow_grpo.models.files.model_files import check_component
 
-# `model.boundary_ratio` in an adapter's metadata or an exported transformer's config.json, where diffusers takes names
-# without underscore for arguments.
-BOUNDARY = "_boundary_ratio"
-
 TransformerType = TypeVar("TransformerType", bound=WanTransformer3DModel)
+# `model.boundary_ratio` in an export's metadata or config.json, of which diffusers takes other names for arguments.
+BOUNDARY = "_boundary_ratio"
 
 
 def camera_modules(network: nn.Module | type[nn.Module]) -> tuple[str, ...]:
