@@ -203,9 +203,10 @@ def build(args: argparse.Namespace, config: Config, device: torch.device, world:
             raise refusal(
                 "data.prompts", config.data.prompts, "must be empty: there is no true video of a prompt alone"
             )
-        policy = WanPolicy.from_config(
-            video_model(config.model.kind), config.model, dataclasses.replace(config.sample, guidance_scale=1.0), device
-        )
+        # At every noise level, whatever RL leaves to its starting weights, and without guidance.
+        model = dataclasses.replace(config.model, boundary_ratio=0.0)
+        sample = dataclasses.replace(config.sample, guidance_scale=1.0)
+        policy = WanPolicy.from_config(video_model(config.model.kind), model, sample, device)
         data, measured = splits(config, world)
         check_sizes(policy, data, measured)
         batches = Batches(args, data, policy, world)

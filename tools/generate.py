@@ -61,7 +61,7 @@ from flow_grpo.maths.poses import relative
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.encoders import codec
 from flow_grpo.models.registry import video_model
-from flow_grpo.models.files.adapter_files import load_adapter
+from flow_grpo.models.files.adapter_files import adapted_policy
 from flow_grpo.models.fake_policy import transformer_config
 from flow_grpo.models.wan_policy import WanPolicy, load_networks
 from flow_grpo.records import Condition
@@ -71,7 +71,6 @@ from flow_grpo.runtime.ranks.sharding import on_every_call
 from flow_grpo.reporting.labelled_video import Panel, draw_labelled, rate
 from flow_grpo.run.starts import LEAST_ROWS
 from flow_grpo.settings.sampling import ODE, Sampling
-from flow_grpo.runtime.tensor_store import TensorStore
 from flow_grpo.runtime.video_file import levels, write_video
 from tools.common import fail
 from tools.generation.options import parse
@@ -318,17 +317,13 @@ def load(args: argparse.Namespace) -> Versions:
     making: dict[str, Any] = {"guidance_scale": args.guidance, "negative_prompt": args.negative_prompt}
     making |= {"max_prompt_tokens": args.max_prompt_tokens, "round_timestep": args.round_timestep}
     making |= {"dtype": DTYPES[args.dtype], "device": device}
-    making["store"] = TensorStore()  # both versions take the same encodings
-    base, own = networks.transformer, networks
-    if args.adapter is not None:
-        own = dataclasses.replace(networks, transformer=load_adapter(base, args.adapter, DTYPES[args.dtype]))
-    after = WanPolicy(own, **making)
-    versions: Versions = {AFTER: (after, contextlib.nullcontext)}
+    if args.adapter is None:
+        return {AFTER: (WanPolicy(networks, **making), contextlib.nullcontext)}
+    after = adapted_policy(networks, args.adapter, **making)
     if not args.before:
-        return versions
-    if own.transformer is base:  # LoRA, added in place
-        return {BEFORE: (after, after.reference)} | versions
-    return {BEFORE: (WanPolicy(networks, **making), contextlib.nullcontext)} | versions
+        return {AFTER: (after, contextlib.nullcontext)}
+    after.keep_reference(start=networks.transformer)
+    return {BEFORE: (after, after.reference), AFTER: (after, contextlib.nullcontext)}
 
 
 def generate(policy: WanPolicy, condition: Condition, sigmas: Tensor, seed: int) -> Tensor:

@@ -277,7 +277,7 @@ def _memory(
     shards = devices if train.sharding == "fsdp2" else 1
     width, network = DTYPES[model.dtype].itemsize, _transformer(model)
     transformer = update.parameters * width + update.trained * (4 - width if model.trained != "lora" else 4)
-    reference = 4 * update.trained if train.kl_coef > 0 and model.trained != "lora" else 0
+    reference = 4 * update.trained if config.asks_reference and model.trained != "lora" else 0
     # Gradient, two moments, DDP's communication buffer; EMA and reference weights.
     states = 4 * update.trained * (3 + (train.sharding == "ddp" and devices > 1)) / shards
     states += (4 * update.trained * (train.ema_decay > 0) + (0 if model.offload else reference)) / shards

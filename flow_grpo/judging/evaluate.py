@@ -159,12 +159,12 @@ class Evaluator:
         if not rows:
             return []
         then, now = common_rows(before, after)
-        row_before, train = dict(zip(now, then, strict=True)), self.config.train
+        row_before, config = dict(zip(now, then, strict=True)), self.config
         with weights or contextlib.nullcontext():
             made = [self._sample([row]) for row in rows]
         base = None
         # A policy of one's own has a copy of its start only if it was asked to keep one.
-        if train.kl_coef > 0 or (self.config.model.trained == "lora" and not is_own(self.config.model.kind)):
+        if config.asks_reference or (config.model.trained == "lora" and not is_own(config.model.kind)):
             with self.policy.reference():
                 base = [self._sample([row])[1] for row in rows]
         found: list[Clip] = []

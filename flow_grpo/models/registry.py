@@ -79,6 +79,9 @@ def _make_own(kind: str, make: Any, model: ModelConfig, sample: SampleConfig, de
     if missing := ", ".join(name for name in (*METHODS, "module") if not hasattr(policy, name)):
         text = f"must make a policy, {type(policy).__name__} has no {missing}; see flow_grpo/models/policy.py"
         raise refusal("model.kind", kind, text)
+    if model.boundary_ratio and not hasattr(policy, "boundary_ratio"):
+        text = f"must be 0 for {type(policy).__name__}, a policy of one's own without an attribute boundary_ratio"
+        raise refusal("model.boundary_ratio", model.boundary_ratio, f"{text}; see docs/add_a_model.md")
     trained = policy.trained_parameters()
     if not isinstance(trained, list) or not trained or not all(isinstance(one, nn.Parameter) for one in trained):
         got = f"{len(trained)} entries" if isinstance(trained, list) else type(trained).__name__

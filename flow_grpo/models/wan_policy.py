@@ -23,13 +23,13 @@ from flow_grpo.models.encoders.encodings import Encodings
 from flow_grpo.models.encoders.images import ImageEncoder
 from flow_grpo.models.encoders.texts import TextEncoder
 from flow_grpo.models.networks.recomputation import set_checkpointing
-from flow_grpo.models.networks.transformers import is_camera_weight, load_transformer
+from flow_grpo.models.networks.transformers import BOUNDARY, is_camera_weight, load_transformer
 from flow_grpo.models.video_model import VideoModel
 from flow_grpo.records import Condition, Conditioning, Guidance
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.ranks.context_parallel import ContextParallel
-from flow_grpo.runtime.ranks.sharding import local, unwrap
+from flow_grpo.runtime.ranks.sharding import local, true_on_any_rank, unwrap
 from flow_grpo.runtime.tensor_store import TensorStore
 from flow_grpo.settings.schema import ModelConfig, SampleConfig
 
@@ -72,6 +72,11 @@ def load_networks(
     folder = check_folder(model, path)
     codec = Codec.from_folder(folder / "vae", device=device, offload=offload, **codec_options)
     transformer = load_transformer(model.network, folder / "transformer", dtype)
+    if boundary := transformer.config.get(BOUNDARY):
+        raise ValueError(
+            f"{folder / 'transformer'} was exported for noise levels of at least {boundary:g}, below which the weights "
+            "before training answer: give the folder with those, and this one as --adapter"
+        )
     wanted = model.published["in_channels"] // 16 * codec.config["z_dim"]  # those of Wan 2.1 have 16 latent channels
     given = transformer.config["in_channels"]
     if given != wanted:  # an image-to-video model of the same class, for one
@@ -159,6 +164,8 @@ class WanPolicy:
         store: cache of encodings; in memory only by default.
     """
 
+    boundary_ratio = 0.0  # noise level below which the reference policy answers; `velocity` alone asks it
+
     def __init__(
         self,
         networks: Networks,
@@ -206,7 +213,7 @@ class WanPolicy:
         networks = load_networks(video_model, model.path, DTYPES[model.dtype], device, **settings)
         apply_training_mode(networks.transformer, model)
         apply_compute_settings(networks.transformer, model, device)
-        return cls(
+        policy = cls(
             networks,
             guidance_scale=sample.guidance_scale,
             negative_prompt=sample.negative_prompt,
@@ -216,6 +223,8 @@ class WanPolicy:
             device=device,
             store=TensorStore(Path(model.encodings) if model.encodings else None),
         )
+        policy.boundary_ratio = model.boundary_ratio
+        return policy
 
     def share_tokens(self, context: ContextParallel) -> None:
         """Compute every sample together with the ranks of `context` (collective call); call before wrapping.
@@ -225,14 +234,16 @@ class WanPolicy:
         """
         self.model.share(self.module, context)
 
-    def keep_reference(self, *, offload: bool = False) -> None:
+    def keep_reference(self, *, offload: bool = False, start: nn.Module | None = None) -> None:
         """Copy the trained weights for `reference`, to the CPU if `offload`; LoRA needs no copy.
 
-        Call after the network was wrapped and placed: of sharded weights each rank copies its shard.
+        Call after the network was wrapped and placed: of sharded weights each rank copies its shard. `start` is the
+        network before training, where that of the policy was trained before and all its weights count as trained.
         """
         if not has_lora(self.module):
             device = torch.device("cpu") if offload else self.device
-            self._reference = [local(parameter).to(device, copy=True) for parameter in self.trained_parameters()]
+            weights = self.trained_parameters() if start is None else start.parameters()
+            self._reference = [local(parameter).to(device, copy=True) for parameter in weights]
 
     @torch.no_grad()
     def encode(self, conditions: Sequence[Condition], guidance: Guidance | None = None) -> Conditioning:
@@ -321,7 +332,29 @@ class WanPolicy:
         return torch.stack(latents).to(self.device)
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        """Return the fp32 velocity (B, C, F, H, W), guidance included, of latents at noise levels sigma (B,)."""
+        """Return the fp32 velocity (B, C, F, H, W), guidance included, of latents at noise levels sigma (B,).
+
+        Rows at levels below `boundary_ratio` are the reference policy's, without gradient.
+        """
+        if not self.boundary_ratio:
+            return self._guided(latents, sigma, conditioning)
+        # The one wait for the device in a call. diffusers draws the line likewise: `transformer` at t >= boundary.
+        low = (sigma < self.boundary_ratio).cpu()
+        below, above = true_on_any_rank(torch.stack([low.any(), ~low.all()]), self.module)
+        if not (below and above):
+            with self.reference() if below else contextlib.nullcontext():
+                return self._guided(latents, sigma, conditioning)
+        velocity = latents
+        # The reference first: it may swap weights in place, which would break a graph that is already built.
+        for side, weights in ((low, self.reference()), (~low, contextlib.nullcontext())):
+            rows = side.nonzero().flatten() if side.any() else torch.zeros(1, dtype=torch.int64)  # with other ranks
+            index = rows.to(latents.device, non_blocking=True)
+            with weights:
+                found = self._guided(latents[index], sigma[index], conditioning.rows(rows))
+            velocity = velocity.index_copy(0, index, found) if side.any() else velocity
+        return velocity
+
+    def _guided(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         if conditioning.guidance_scale == 1.0:
             return self._forward(latents, sigma, conditioning, conditioning.prompt_embeds)
         negative = conditioning.negative_prompt_embeds
@@ -347,15 +380,23 @@ class WanPolicy:
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[None]:
-        """Context manager in which `velocity` is that of the policy before training; call `keep_reference` first."""
+        """Context manager, without gradients, in which `velocity` is the policy's before training at every level.
+
+        Call `keep_reference` first.
+        """
+        weights: contextlib.AbstractContextManager[None]
         if has_lora(self.module):
-            with adapters_off(self.module):
-                yield
+            weights = adapters_off(self.module)
         elif self._reference is None:
             raise ValueError("there is no copy of the reference policy; call keep_reference() before training")
         else:
-            with swap_parameters(self.trained_parameters(), self._reference):
+            weights = swap_parameters(self.trained_parameters(), self._reference)
+        boundary, self.boundary_ratio = self.boundary_ratio, 0.0
+        try:
+            with weights, torch.no_grad():
                 yield
+        finally:
+            self.boundary_ratio = boundary
 
     def trained_parameters(self) -> list[nn.Parameter]:
         """Return the parameters to optimize, in the network's order."""

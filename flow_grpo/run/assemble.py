@@ -178,7 +178,7 @@ def distribute(config: Config, policy: Policy, train: Split, device: torch.devic
     """Distribute the policy's network and its optimizer over the ranks, and return the run's state."""
     identity = common_identity(policy.module, config.model.trained, train, world)
     policy.module = parallelize(policy.module, config.train.sharding, device, world)
-    if config.train.kl_coef > 0:
+    if config.asks_reference:
         policy.keep_reference(offload=config.model.offload)
     gathered = sent_weights(policy.module)
 

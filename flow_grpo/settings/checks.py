@@ -29,6 +29,11 @@ def _overlap(one: str, other: str) -> bool:
     return PurePath(one).is_relative_to(other) or PurePath(other).is_relative_to(one)
 
 
+def _last_trained_step(config: Config) -> int:
+    levels = flow_sigmas(config.sample.num_steps, config.sample.shift)
+    return int((levels >= config.model.boundary_ratio).sum()) - 1  # they fall from 1
+
+
 # fmt: off
 RULES: tuple[Rule, ...] = (
     ("data.eval_split", lambda c: _overlap(c.data.train_split, c.data.eval_split),
@@ -56,6 +61,10 @@ RULES: tuple[Rule, ...] = (
     ("sample.sde_steps", lambda c: c.sample.sde_steps[0] < 0 or c.sample.sde_steps[-1] > c.sample.num_steps - 2,
      "must lie in 0..{last_step} with sample.num_steps={sample.num_steps}: the last step is never stochastic",
      "drop the steps outside or raise sample.num_steps"),
+    ("sample.sde_steps", lambda c: traits_of(c).replays_steps and c.sample.sde_steps[-1] > _last_trained_step(c),
+     "must end at step {last_trained_step}: the later ones lie below noise level "
+     "model.boundary_ratio={model.boundary_ratio:g}, where the starting weights answer and nothing is learned",
+     "drop those steps or lower model.boundary_ratio"),
     ("sample.share_prefix", lambda c: c.sample.share_prefix and c.sample.sde == "ode",
      "needs stochastic steps, before which copies are equal, and sample.sde='ode' has none",
      "pass --config.sample.share_prefix=false"),
@@ -100,6 +109,7 @@ def check(config: Config) -> None:
     """
     numbers = {
         "last_step": config.sample.num_steps - 2,
+        "last_trained_step": _last_trained_step(config),
         "rows": trained_rows(config),
         "what": "groups" if trains_groups(config) else "samples",
         "least_wait": 1.5 * config.distributed.silent_s,

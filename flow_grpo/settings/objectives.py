@@ -123,6 +123,12 @@ def _forward_forbids(config: Config) -> None:
         if getattr(train, name) != usual:
             text = f"belongs to train.objective='grpo'; pass --config.train.{name}={str(usual).lower()}"
             raise refusal(f"train.{name}", getattr(train, name), text)
+    boundary = config.model.boundary_ratio
+    most = 1 - boundary / (sample.shift - (sample.shift - 1) * boundary)  # of the schedule before its shift
+    if train.forward_range > most:
+        text = f"must be at most {math.floor(1e4 * most) / 1e4:g}: it reaches noise levels below model.boundary_ratio="
+        text += f"{boundary:g}, where the starting weights answer and nothing is learned; lower one of the two"
+        raise refusal("train.forward_range", train.forward_range, text)
     if train.old_log_prob == "rollout":
         text = "is not known from the rollout with train.objective='forward'; pass --config.train.old_log_prob=auto"
         raise refusal("train.old_log_prob", "rollout", text)

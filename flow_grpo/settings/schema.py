@@ -112,6 +112,12 @@ class ModelConfig(Section):
         "regular expression that matches the whole names of the modules to adapt; the default is self-attention",
     )
     lora_full_modules: tuple[Text, ...] = knob(("cam_encoder",), "last names of further modules, trained in full")
+    boundary_ratio: Float = knob(
+        0.0,
+        "noise level below which the starting weights answer, as in diffusers' WanPipeline; 0 nowhere",
+        ge=0,
+        le=1,
+    )
     checkpointing: Literal["none", "blocks", "keep_attention", "auto"] = knob(
         "blocks",
         "what the backward pass recomputes, for less memory: nothing | every block | every block without its "
@@ -394,6 +400,11 @@ class Config(Section):
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
+
+    @property
+    def asks_reference(self) -> bool:
+        """Whether the starting weights answer as well, of which a policy without adapters keeps a copy."""
+        return self.train.kl_coef > 0 or self.model.boundary_ratio > 0
 
 
 class Knob(NamedTuple):

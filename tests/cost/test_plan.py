@@ -117,6 +117,8 @@ def test_guidance_doubles_the_work_and_kl_adds_a_reference_call(capsys):
     _, plain = planned(capsys, "--devices", "2", **tiny)
     _, guided = planned(capsys, "--devices", "2", "--config.sample.guidance_scale=5.0", **tiny)
     _, penalised = planned(capsys, "--devices", "2", "--config.train.kl_coef=0.1", **tiny)
+    _, handed_over = planned(capsys, "--devices", "2", "--config.model.boundary_ratio=0.1", **tiny)
+    assert handed_over["optimizer_gib"] == penalised["optimizer_gib"] > plain["optimizer_gib"]  # a copy of the start
     assert guided["rollout_s"] == pytest.approx(2 * plain["rollout_s"], rel=1e-3)
     assert penalised["update_s"] == pytest.approx(4 / 3 * plain["update_s"])  # nothing is recomputed here
 

@@ -46,6 +46,9 @@ def test_a_policy_may_be_a_class_of_the_user_s_own_which_no_plan_can_be_made_of(
     Path("my_models.py").write_text(text)
     config = load_config(TINY, ["--config.model.kind=my_models.py:MyPolicy"])
     assert registry.build_policy(config, CPU).given == (config.model, config.sample, CPU)
+    split = load_config(TINY, ["--config.model.kind=my_models.py:MyPolicy", "--config.model.boundary_ratio=0.1"])
+    with pytest.raises(ConfigError, match=r"boundary_ratio: got 0\.1, must be 0 for MyPolicy, .* without an attribute"):
+        registry.build_policy(split, CPU)
     with pytest.raises(ConfigError, match=r"makes a policy of its own, .* sampled from is only a VideoModel"):
         FakePolicy(config)
 

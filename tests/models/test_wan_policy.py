@@ -1,6 +1,7 @@
 """The ReCam policy: encoding, timesteps, guidance, the reference policy, loading, compute settings."""
 
 import dataclasses
+import itertools
 import shutil
 import types
 from unittest import mock
@@ -12,12 +13,15 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from diffusers.models.transformers import transformer_wan
 from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 
+from flow_grpo.algorithm.rollout.denoise import initial_noise, rollout
+from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.adapters import apply_training_mode
 from flow_grpo.models.recam import RECAM
 from flow_grpo.models.wan_policy import WanPolicy, apply_compute_settings, load_networks
 from flow_grpo.records import Condition, Conditioning, Guidance
 from flow_grpo.runtime.tensor_store import TensorStore
-from tests.models.test_adapters import LORA
+from flow_grpo.settings.sampling import ODE, Sampling
+from tests.models.test_adapters import LORA, move
 from tests.tiny_models import (
     CPU,
     make_tiny_folder,
@@ -223,6 +227,67 @@ def test_the_reference_stays_the_policy_before_training(mode):
         with torch.no_grad():
             assert not torch.equal(made.velocity(*arguments, encoded), start)
     assert all(parameter.requires_grad for parameter in made.trained_parameters())
+
+
+def handing_over(mode: str, **settings) -> WanPolicy:
+    """Return a trained policy whose starting weights answer below level 0.55."""
+    made = policy(mode=mode, **settings)
+    made.keep_reference()
+    move(made.module)
+    made.boundary_ratio = 0.55
+    return made
+
+
+def answers(made: WanPolicy, *arguments) -> list[torch.Tensor]:
+    """Return the velocities of the trained and of the starting weights, whatever the level."""
+    boundary, made.boundary_ratio = made.boundary_ratio, 0.0
+    with torch.no_grad():
+        trained = made.velocity(*arguments)
+        with made.reference():
+            start = made.velocity(*arguments)
+    made.boundary_ratio = boundary
+    return [trained, start]
+
+
+@pytest.mark.parametrize(("mode", "guidance"), [("lora", 1.0), ("lora", 3.0), ("attention", 1.0), ("full", 1.0)])
+def test_below_the_boundary_the_starting_weights_answer_without_gradient_whatever_the_other_rows(mode, guidance):
+    made = handing_over(mode, guidance_scale=guidance)
+    conditions = [condition(index) for index in range(4)]
+    encoded, (latents, _) = made.encode(conditions), noisy(made, conditions)
+    sigma = torch.tensor([0.9, 0.3, 0.55, 0.54])
+    trained, start = answers(made, latents, sigma, encoded)
+    low = torch.tensor([False, True, False, True])
+    mixed = made.velocity(latents, sigma, encoded)
+    expected = torch.where(low[:, None, None, None, None], start, trained)
+    torch.testing.assert_close(mixed, expected, rtol=1e-4, atol=1e-5)
+    assert all((trained - start).abs().flatten(1).amax(1) > 1e-3)
+    with made.reference():
+        assert torch.equal(made.velocity(latents, sigma, encoded), start)
+    forward = made.module.forward = Mock(wraps=made.module.forward)
+    for level, whose in ((0.56, 0), (0.54, 1)):  # one call where all rows are on one side
+        alike = latents, torch.full((4,), level), encoded
+        expected, calls = answers(made, *alike)[whose], forward.call_count
+        assert torch.equal(made.velocity(*alike), expected) and forward.call_count == calls + 1
+    gradients = []
+    for rows in (slice(None), ~low):  # of all rows, and of those alone that the trained weights answer for
+        for parameter in made.trained_parameters():
+            parameter.grad = None
+        made.velocity(latents[rows], sigma[rows], encoded.rows(torch.arange(4)[rows])).square().sum().backward()
+        gradients.append([parameter.grad for parameter in made.trained_parameters()])
+    torch.testing.assert_close(*gradients)
+
+
+@torch.no_grad()
+def test_a_rollout_hands_over_where_one_by_hand_does():
+    made, conditions, sigmas = handing_over("attention"), [condition(0)], flow_sigmas(6, 2.0)
+    encoded, sampling = made.encode(conditions), Sampling(sigmas, ODE, seed=3)
+    found = rollout(made, conditions, encoded, [()], sampling).final_latents
+    latents, whose = initial_noise(conditions[0], made.latent_shape(conditions), sampling)[None], []
+    for before, after in itertools.pairwise(sigmas):
+        whose.append(int(before < 0.55))
+        latents = latents + answers(made, latents, before[None], encoded)[whose[-1]] * (after - before)
+    torch.testing.assert_close(found, latents, rtol=1e-5, atol=1e-6)
+    assert whose == [0, 0, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(

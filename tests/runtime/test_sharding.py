@@ -142,6 +142,31 @@ def test_the_reference_policy_does_not_change_under_fsdp2(mode, offload):
     assert run_ranks(reference_under_shards, 2, mode, offload) == [[True] * 4] * 2
 
 
+def handed_over_under_shards(world: World, mode: str) -> tuple[bool, int]:
+    policy, calls = made(mode), []
+    policy.module = parallelize(policy.module, "fsdp2", CPU, world)
+    policy.keep_reference()
+    conditions = [condition(0), condition(1)]
+    encoded, (latents, sigma) = policy.encode(conditions), noisy(policy, conditions)  # levels 0.2 and 0.9
+    policy.velocity(latents, sigma, encoded).square().mean().backward()
+    torch.optim.SGD(policy.trained_parameters(), lr=1.0).step()
+    with torch.no_grad():
+        trained = policy.velocity(latents, sigma, encoded)
+        with policy.reference():
+            expected = torch.stack([policy.velocity(latents, sigma, encoded)[0], trained[1]])
+        policy.boundary_ratio = 0.5
+        on_every_call(policy.module, lambda: calls.append(1))
+        rows = [slice(0, 2), slice(0, 1), slice(1, 2)][world.all.rank]  # both sides of the boundary, below, above
+        found = policy.velocity(latents[rows], sigma[rows], encoded.rows(rows))
+    moved = not torch.equal(trained[0], expected[0])
+    return moved and torch.allclose(found, expected[rows], rtol=1e-4, atol=1e-5), len(calls)
+
+
+@pytest.mark.parametrize("mode", ["lora", "attention"])
+def test_sharded_ranks_whose_rows_lie_on_other_sides_of_the_boundary_make_the_same_calls(mode):
+    assert run_ranks(handed_over_under_shards, 3, mode) == [(True, 2)] * 3
+
+
 def calls_counted(world: World, kind: str) -> list[int]:
     policy, calls = made("lora"), []
     policy.module = parallelize(policy.module, kind, CPU, world)

@@ -19,13 +19,18 @@ from flow_grpo.models import adapters
 from flow_grpo.models.files import adapter_files
 from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.networks.transformers import load_transformer
+from flow_grpo.models.recam import RECAM
+from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.run import starts
 from flow_grpo.runtime.video_file import write_video
 from flow_grpo.settings.loading import load_config
+from flow_grpo.settings.schema import Config, SampleConfig
 from tests import refusals
 from tests.command import command
 from tests.models.test_adapters import LORA, move
+from tests.tiny_models import CPU
 from tools import generate
+from tools.evaluation import videos
 from tools.evaluation.inputs import find_generated
 from tools.generation import options
 
@@ -193,6 +198,34 @@ def test_what_was_trained_is_put_in_place(source, tmp_path, trained):
     assert torch.equal(made(source, "--adapter", saved_adapter(tmp_path / "none", 0.0, trained=trained)), first)
     moved = made(source, "--adapter", saved_adapter(tmp_path / "some", trained=trained))
     assert (moved.float() - first).abs().mean() > 1
+
+
+@pytest.mark.parametrize("trained", ["lora", "attention"])
+def test_what_was_exported_hands_over_as_its_run_does_and_is_no_model_to_start_from(source, tmp_path, capsys, trained):
+    model = dataclasses.replace(LORA, path=str(MODEL), trained=trained, boundary_ratio=0.9)
+    run = WanPolicy.from_config(RECAM, model, SampleConfig(), CPU)
+    run.keep_reference()
+    move(run.module)
+    adapter_files.save_adapter(run, tmp_path / "adapter")
+    assert "Below noise level 0.9 the weights before training" in (tmp_path / "adapter" / "README.md").read_text()
+    with mock.patch.object(generate, "generate", wraps=generate.generate) as sampled:
+        made(source, "--adapter", tmp_path / "adapter", "--before")
+    loaded, *asked = sampled.call_args.args
+    silent = dataclasses.replace(Config(), model=dataclasses.replace(model, boundary_ratio=0.0), device="cpu")
+    judged = videos._policy(silent, tmp_path / "adapter")  # that of tools/evaluate.py
+    assert "model.boundary_ratio is 0, the adapter's 0.9: below 0.9 the weights before" in capsys.readouterr().out
+    own = generate.generate(run, *asked)
+    assert torch.equal(generate.generate(loaded, *asked), own) and torch.equal(generate.generate(judged, *asked), own)
+    with run.reference(), loaded.reference():
+        start = generate.generate(run, *asked)
+        assert torch.equal(generate.generate(loaded, *asked), start) and not torch.equal(own, start)
+    run.boundary_ratio = 0.0
+    assert not torch.equal(generate.generate(run, *asked), own)
+    if trained != "lora":
+        shutil.copytree(MODEL, tmp_path / "model", ignore=shutil.ignore_patterns("transformer"))
+        (tmp_path / "adapter").rename(tmp_path / "model" / "transformer")
+        with pytest.raises(ValueError, match=r"was exported for noise levels of at least 0\.9, below which"):
+            WanPolicy.from_config(RECAM, dataclasses.replace(model, path=str(tmp_path / "model")), SampleConfig(), CPU)
 
 
 def test_a_file_of_poses_is_a_camera(source, tmp_path, capsys):

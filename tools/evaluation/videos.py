@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -17,7 +16,7 @@ from flow_grpo.judging.evaluate import eval_guidance, held_out_indices
 from flow_grpo.maths.keys import key
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.encoders.codec import codec_settings
-from flow_grpo.models.files.adapter_files import load_adapter
+from flow_grpo.models.files.adapter_files import adapted_policy, boundary_of
 from flow_grpo.models.registry import video_model
 from flow_grpo.models.wan_policy import WanPolicy, load_networks
 from flow_grpo.records import Condition
@@ -110,14 +109,13 @@ def _policy(config: Config, adapter: Path | None) -> WanPolicy:
     device_api.setup(device, config.deterministic, config.num_threads)
     kind, settings = video_model(model.kind), codec_settings(model)
     networks = load_networks(kind, model.path, dtype, device, offload=model.offload, **settings)
-    if adapter is not None:
-        networks = dataclasses.replace(networks, transformer=load_adapter(networks.transformer, adapter, dtype))
-    return WanPolicy(
-        networks,
-        guidance_scale=guidance.scale,
-        negative_prompt=guidance.negative_prompt,
-        max_prompt_tokens=model.max_prompt_tokens,
-        round_timestep=model.round_timestep,
-        dtype=dtype,
-        device=device,
-    )
+    making: dict[str, Any] = {"guidance_scale": guidance.scale, "negative_prompt": guidance.negative_prompt}
+    making |= {"max_prompt_tokens": model.max_prompt_tokens, "round_timestep": model.round_timestep}
+    making |= {"dtype": dtype, "device": device}
+    if adapter is None:
+        return WanPolicy(networks, **making)
+    policy = adapted_policy(networks, adapter, model.boundary_ratio, **making)
+    if model.boundary_ratio != (own := boundary_of(adapter)):
+        text = f"model.boundary_ratio is {model.boundary_ratio:g}, the adapter's {own:g}"
+        print(f"{text}: below {policy.boundary_ratio:g} the weights before training answer", flush=True)
+    return policy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -18,8 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flow_grpo.models.adapters import has_lora, trained_parameters
-from flow_grpo.models.files.model_files import WEIGHTS_FILE, read_tensors
+from flow_grpo.models.files.model_files import WAY_OUT, WEIGHTS_FILE, read_tensors
 from flow_grpo.models.networks.transformers import (
+    BOUNDARY,
     TransformerType,
     camera_modules,
     is_camera_weight,
@@ -27,7 +29,9 @@ from flow_grpo.models.networks.transformers import (
     variant_of,
 )
 from flow_grpo.models.policy import Policy
+from flow_grpo.models.wan_policy import Networks, WanPolicy
 from flow_grpo.runtime.atomic_file import replace_folder, temporary_path
+from flow_grpo.runtime.json_files import read_json_object
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.sharding import is_sharded, unwrap, whole
 
@@ -78,16 +82,22 @@ OWN_CARD = f"""The weights of a {{kind}} trained with GRPO, its state dict in `{
 
     network.load_state_dict(safetensors.torch.load_file("{WEIGHTS_FILE}"))
 """
+BOUNDARY_CARD = """
+Below noise level {boundary:g} the weights before training must answer, as in training and by this project's tools
+(`model.boundary_ratio`); plain diffusers cannot hold that rule for an adapter, which answers there at every level.
+"""
 
 
-def _card(network: Any) -> str:
+def _card(network: Any, boundary: float) -> str:
     kind = _class_of(network)
     modules = ", ".join(camera_modules(network))
     if not isinstance(network, ModelMixin):
         card = OWN_CARD
     else:
         card = PLAIN_CARD if not modules else LORA_CARD if has_lora(network) else TRANSFORMER_CARD
-    return card.format(kind=kind.__name__, module=kind.__module__, modules=modules, variant=variant_of(network))
+    card += BOUNDARY_CARD if boundary else ""
+    named = {"kind": kind.__name__, "module": kind.__module__, "modules": modules, "variant": variant_of(network)}
+    return card.format(boundary=boundary, **named)
 
 
 def _class_of(network: Any) -> type:
@@ -106,7 +116,7 @@ def save_adapter(policy: Policy, folder: str | Path, world: World | None = None)
     most the adapters or one file of `FILE_SIZE` are gathered at a time.
 
     Args:
-        policy: whose module is saved.
+        policy: whose module is saved, and its `boundary_ratio`.
         folder: appears whole or not at all; one of that name is replaced with all it holds.
         world: collective call, rank 0 writes; None writes from this process without a collective.
 
@@ -116,6 +126,9 @@ def save_adapter(policy: Policy, folder: str | Path, world: World | None = None)
     assert world is not None or not is_sharded(policy.module), "parameters are sharded: every rank must save"
     world, partial = world or World(), Path(folder)
     network: Any = unwrap(policy.module)
+    boundary: float = getattr(policy, "boundary_ratio", 0.0)
+    if boundary and isinstance(network, ModelMixin) and not has_lora(network):
+        network.register_to_config(**{BOUNDARY: boundary})
     in_files = isinstance(network, ModelMixin) and is_sharded(network) and not has_lora(network)
     with contextlib.ExitStack() as stack:
         with world.sync_errors("saving the adapter (folder)"):
@@ -132,12 +145,12 @@ def save_adapter(policy: Policy, folder: str | Path, world: World | None = None)
         with world.sync_errors("saving the adapter"):
             if world.is_main:
                 if has_lora(network):
-                    _write_lora(network, state, partial)
+                    _write_lora(network, state, partial, boundary)
                 elif not isinstance(network, ModelMixin):
                     save_file(state, partial / WEIGHTS_FILE)
                 elif not in_files:
                     network.save_pretrained(str(partial), variant=variant_of(network))
-                (partial / CARD).write_text(_card(network), encoding="utf-8")
+                (partial / CARD).write_text(_card(network, boundary), encoding="utf-8")
                 replace_folder(partial, Path(folder))
 
 
@@ -151,7 +164,7 @@ def _gathered(parts: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
     return gathered
 
 
-def _write_lora(network: Any, trained: dict[str, Tensor], folder: Path) -> None:
+def _write_lora(network: Any, trained: dict[str, Tensor], folder: Path, boundary: float) -> None:
     # Like diffusers' `save_lora_adapter`, but camera modules go to a separate file.
     tensors = get_peft_model_state_dict(network, state_dict=trained, adapter_name="default")
     settings = {
@@ -160,7 +173,7 @@ def _write_lora(network: Any, trained: dict[str, Tensor], folder: Path) -> None:
     }
     camera = {name for name in tensors if is_camera_weight(network, name)}
     header = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(settings, indent=2, sort_keys=True)}
-    header |= {CAMERA_COUNT: str(len(camera))}
+    header |= {CAMERA_COUNT: str(len(camera))} | ({BOUNDARY: str(boundary)} if boundary else {})
     files = ({CAMERA_FILE: camera} if camera else {}) | {LORA_FILE: tensors.keys() - camera}
     for file, names in files.items():
         save_file({name: tensors[name].contiguous() for name in sorted(names)}, folder / file, header)
@@ -219,6 +232,27 @@ def load_adapter(
             f"{len(fitting)}; use the transformer it was trained on"
         )
     return transformer.eval()
+
+
+def boundary_of(folder: str | Path) -> float:
+    """Return the `boundary_ratio` of what `save_adapter` wrote; ValueError if a file is missing or damaged."""
+    file = Path(folder) / LORA_FILE
+    found = read_tensors(file)[1] if file.is_file() else read_json_object(file.with_name("config.json"), WAY_OUT)
+    return float(found.get(BOUNDARY, 0.0))
+
+
+def adapted_policy(networks: Networks, folder: str | Path, boundary: float = 0.0, **settings: Any) -> WanPolicy:
+    """Return the policy of `networks`, those before training, with what `save_adapter` wrote.
+
+    Below the noise level `boundary`, at 0 the adapter's, they answer as they are; `settings` are `WanPolicy`'s.
+    """
+    start = networks.transformer
+    trained = dataclasses.replace(networks, transformer=load_adapter(start, folder, settings["dtype"]))
+    policy = WanPolicy(trained, **settings)
+    policy.boundary_ratio = boundary or boundary_of(folder)
+    if policy.boundary_ratio:
+        policy.keep_reference(start=start)
+    return policy
 
 
 def _fits(transformer: nn.Module, name: str, tensor: Tensor) -> bool:

@@ -16,6 +16,8 @@ from torch import nn
 from flow_grpo.models.files.model_files import check_component
 
 TransformerType = TypeVar("TransformerType", bound=WanTransformer3DModel)
+# `model.boundary_ratio` in an export's metadata or config.json, of which diffusers takes other names for arguments.
+BOUNDARY = "_boundary_ratio"
 
 
 def camera_modules(network: nn.Module | type[nn.Module]) -> tuple[str, ...]:

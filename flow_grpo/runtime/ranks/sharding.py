@@ -84,6 +84,14 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
+def true_on_any_rank(flags: Tensor, module: nn.Module) -> list[bool]:
+    """Return which flags hold on any rank that must call the network with this one: sharded, all (collective call)."""
+    if is_sharded(module):
+        flags = flags.to(next(module.parameters()).device, torch.int32)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return [bool(flag) for flag in flags.tolist()]
+
+
 def unwrap(module: nn.Module) -> nn.Module:
     """Take the network out of a DDP wrapper; any other module is returned."""
     inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
