@@ -1,6 +1,7 @@
 """Write a tiny world, rooms rendered from known cameras, in MultiCamVideo layout.
 
-python tools/make_tiny_world.py --root data/my_world --train-scenes 200 --frames 9 --height 32 --width 48
+    python tools/make_tiny_world.py --root data/my_world --train-scenes 200 --frames 9 --height 32 --width 48
+    python tools/make_tiny_world.py --root data/large_rooms --furnished --frames 9 --height 96 --width 144
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=32, help="pixels, a multiple of 8")
     parser.add_argument("--translation", type=float, nargs=2, default=(0.35, 0.65), metavar=("LOW", "HIGH"))
     parser.add_argument("--rotation", type=float, nargs=2, default=(0.3, 1.0), metavar=("LOW", "HIGH"))
+    parser.add_argument("--furnished", action="store_true", help="rooms and roles of the demo: docs/rooms.md")
     args = parser.parse_args()
     spec = WorldSpec(
         seed=args.seed,
@@ -34,14 +36,14 @@ def main() -> None:
         width=args.width,
         translation=tuple(args.translation),
         rotation=tuple(args.rotation),
+        furnished=args.furnished,
     )
-    clips = 10 * sum(spec.scenes.values())
-    print(f"rendering {clips} clips", flush=True)
+    print(f"rendering {sum(spec.scenes.values())} scenes", flush=True)
     try:
         write_tiny_world(args.root, spec)
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from None
-    print(f"{clips} clips of {spec.frames} frames, {spec.height}x{spec.width}, in {args.root}")
+    print(f"{len([*args.root.rglob('*.mp4')])} clips of {spec.frames} frames, {spec.height}x{spec.width}, in {args.root}")
 
 
 if __name__ == "__main__":
