@@ -311,6 +311,18 @@ def my_recam_8npu_tiny() -> ConfigDict:
     return config
 
 
+def my_recam_8npu_room() -> ConfigDict:
+    """`my_recam_8npu` on the demo's model and rooms: the twin that shows what the full size can hope for."""
+    config, full = room_recam(), my_recam_8npu()
+    config.num_epochs = full.num_epochs
+    config.sample = full.sample
+    config.train = full.train
+    for name in ("trained", "lora_full_modules"):
+        config.model[name] = full.model[name]
+    config.model.lora_rank = config.model.lora_alpha = 8
+    return config
+
+
 def my_recam_8npu_dapo_tiny() -> ConfigDict:
     """`my_recam_8npu_dapo` shrunk likewise, scored so coarsely that pools fill up late or not at all."""
     config, full = my_recam_8npu_tiny(), my_recam_8npu_dapo()

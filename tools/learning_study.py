@@ -1,12 +1,12 @@
-r"""What does each choice of a recipe teach, per forward of the network? Runs of several seeds, and their table.
+r"""What does RL teach where labels end, beside what else one could do? Runs of several seeds, and their tables.
 
-    python tools/learning_study.py --only today shared_noise --seeds 0 1 2     # train what has no record yet
-    python tools/learning_study.py --report                                   # table and plot of all records
+    python tools/learning_study.py --only base sft rl --seeds 1 2 3     # train what has no record yet
+    python tools/learning_study.py --report                             # tables and plot of all records
 
-Every variant is a recipe of config/grpo.py with the overrides listed in VARIANTS. A run that was interrupted goes on
-from its last checkpoint; a finished one leaves a record in `benchmarks/learning/`, with its curve, its changes with
-95 % intervals, and the commit. The report is the generated part of docs/learning.md, and docs/learning.png.
-Exit code: 0, 1 when a run failed, or 2 for an unknown variant.
+VARIANTS names the rows: recipes of config/grpo.py with overrides, supervised fine-tuning on the labels there are, and
+both. A run that was interrupted goes on from its last checkpoint; a finished one leaves a record in
+`benchmarks/learning/`: every held-out condition's measures, its work, its curve, and the commit. The report is the
+generated part of docs/learning.md, and docs/learning.png. Exit code: 0, 1 when a run failed, or 2 for an unknown name.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,120 +25,70 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 
 import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
 
+from flow_grpo.data.rooms import LABELLED, UNLABELLED, UNSEEN
+from flow_grpo.maths.bootstrap import mean_interval
 from flow_grpo.reporting.drawing.style import new_figure
+from flow_grpo.reporting.metric_files import read_rows
 from flow_grpo.run.starts import commit
 from flow_grpo.runtime.atomic_file import write_atomically
 from tools.common import fail, launcher, make_parser, markdown_table
-from tools.run_folder import Run, read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "learning"
 PAGE, PLOT = ROOT / "docs" / "learning.md", ROOT / "docs" / "learning.png"
 BEGIN, END = "<!-- begin of the generated part -->", "<!-- end of the generated part -->"
-MEASURES = {  # -> title and decimals; what a record lacks is not shown
-    "eval/trans_err_m": ("TransErr m", 3),
-    "eval/rot_err_deg": ("RotErr °", 3),
-    "eval/residual": ("residual (colours 0..1)", 4),
-    "eval/found_path_psnr_db": ("PSNR on the found path dB", 3),
-    "eval/target_view_psnr_db": ("PSNR dB (trained)", 3),
+GROUPS = {"labelled": LABELLED, "unlabelled": UNLABELLED, "unseen": UNSEEN}  # of the held-out commands
+MEASURES = {  # of a held-out condition -> title and decimals
+    "trans_err_m": ("TransErr m", 3),
+    "rot_err_deg": ("RotErr °", 2),
+    "residual": ("residual", 4),
+    "found_path_psnr_db": ("PSNR on the found path dB", 2),
+    "target_view_psnr_db": ("PSNR to the true view dB", 2),
 }
-EVERY = 10  # epochs between evaluations
-BY_CAMERA = ("demo", "twin")  # variants with a table of their own
+EVERY = 20  # epochs between evaluations
+Record = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One row of the study: its title, its recipe of config/grpo.py, and knob -> value."""
+    """One row of the study.
+
+    Attributes:
+        title: in the tables.
+        recipe: of config/grpo.py.
+        knobs: of the recipe, changed.
+        labels: items of supervised fine-tuning on the split `labelled` that come first; 0 none.
+        epochs: of RL; None as in the recipe.
+    """
 
     title: str
-    recipe: str
-    overrides: dict[str, Any]
+    recipe: str = "room_recam"
+    knobs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    labels: int = 0
+    epochs: int | None = None
 
 
-# The demo as it was before this study, every number that its recipe chose.
-TODAY: dict[str, Any] = {
-    "num_epochs": 65,
-    "sample.num_steps": 8,
-    "sample.sde": "flow",
-    "sample.noise_level": 0.7,
-    "sample.sde_steps": "0,1,2,3",
-    "sample.sde_window": 2,
-    "sample.tail_steps": 0,
-    "sample.same_initial_noise": False,
-    "sample.share_prefix": False,
-    "reward.weights": "target_view=1,target_psnr=1",
-    "train.copies": 0,
-    "train.batch_size": 16,
-    "train.step_weight": "none",
-    "train.learning_rate": 5e-4,
-    "train.ema_decay": 0.9,
-}
-
-SHARED = TODAY | {"sample.same_initial_noise": True}
-PATH = SHARED | {"reward.weights": "room_rot=1,room_trans=1,target_psnr=1"}
-ONE_STEP = PATH | {"sample.sde_window": 1, "sample.sde_steps": "0,1,2,3,4,5", "train.step_weight": "inverse_gain"}
-PREFIX_AND_TAIL = ONE_STEP | {"sample.share_prefix": True, "sample.tail_steps": 3}
-# Since the records of these rows a shared prefix includes the trained step: they are repeated without, for more F.
-BY_COPIES = {"sample.share_prefix": False, "train.copies": 4, "train.batch_size": 16}
-SUBSET = PREFIX_AND_TAIL | BY_COPIES
-FORWARD = PATH | {
-    "sample.sde": "ode",
-    "sample.same_initial_noise": False,
-    "train.objective": "forward",
-    "train.copies": 4,
-    "train.learning_rate": 2.5e-4,
-    "train.ema_decay": 0.95,
-}
 # The twin's 8 conditions of 4 copies an update, in calls that suit 2 ranks.
-TWIN: dict[str, Any] = {
-    "eval.every": 40,
-    "eval.num_conditions": 160,
-    "eval.batch_size": 16,
-    "sample.train_batch_size": 8,
-    "sample.num_batches_per_epoch": 2,
-    "train.batch_size": 8,
-}
-# `my_recam_8npu` as it was before this study.
-TWIN_TODAY = TWIN | {
-    "num_epochs": 180,  # as many F
-    "eval.every": 20,
-    "sample.sde": "constant",
-    "sample.noise_level": 0.3,
-    "sample.max_step_std": "none",
-    "sample.sde_steps": "1,2,3,4,5,6",
-    "sample.sde_window": 2,
-    "sample.tail_steps": 0,
-    "sample.same_initial_noise": False,
-    "sample.share_prefix": False,
-    "train.learning_rate": 1e-4,
-    "train.step_weight": "none",
-    "train.ema_decay": 0,
-}
+TWIN = {"sample.train_batch_size": 8, "sample.num_batches_per_epoch": 2, "train.batch_size": 8}
 VARIANTS = {
-    "today": Variant("the demo before this study", "tiny_recam", TODAY),
-    "shared_noise": Variant("+ shared initial noise", "tiny_recam", SHARED),
-    "camera_rewards": Variant("+ room_rot and room_trans for target_view", "tiny_recam", PATH),
-    "one_step": Variant("+ one stochastic step", "tiny_recam", ONE_STEP),
-    "prefix_and_tail": Variant("+ shared prefix, short tail", "tiny_recam", PREFIX_AND_TAIL),
-    "subset": Variant("+ best 2 and worst 2 of 8 trained", "tiny_recam", SUBSET),
-    "demo_by_copies": Variant("these, 130 updates at 4e-4, averaged over 20: the demo before", "tiny_recam", BY_COPIES),
-    "demo": Variant("the demo: the trained step once a group, all 8 copies", "tiny_recam", {}),
-    "forward": Variant("camera rewards, forward objective, best 2 and worst 2", "tiny_recam", FORWARD),
-    "twin_today": Variant("my_recam_8npu_tiny, sampler and rate before this study", "my_recam_8npu_tiny", TWIN_TODAY),
-    "twin_by_copies": Variant(
-        "my_recam_8npu_tiny, a row for every copy", "my_recam_8npu_tiny", TWIN | {"sample.share_prefix": False}
-    ),
-    "twin": Variant("my_recam_8npu_tiny, the trained step once a group", "my_recam_8npu_tiny", TWIN),
+    "base": Variant("base", epochs=0),
+    "constant": Variant("best constant on the command", epochs=0),
+    "sft": Variant("supervised fine-tuning continued", labels=12800, epochs=0),
+    "rl": Variant("RL"),
+    "sft_rl": Variant("supervised fine-tuning, then RL", labels=6400, epochs=40),
+    "twin": Variant("RL as my_recam_8npu", recipe="my_recam_8npu_room", knobs=TWIN),
 }
+BATCH = 32  # items of a step of supervised fine-tuning
+LABELS = {"train.learning_rate": 2e-4}  # chosen on the split for tuning
 
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="+", default=list(VARIANTS), metavar="NAME", help=", ".join(VARIANTS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--out", type=Path, default=Path("outputs") / "learning_study", help="folder of the runs")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--report", action="store_true", help="train nothing, write table and plot of the records")
+    parser.add_argument("--report", action="store_true", help="train nothing, write tables and plot of the records")
     asked = parser.parse_args(words)
     if unknown := [name for name in asked.only if name not in VARIANTS]:
         return fail(f"--only: got {unknown[0]!r}, must be one of {', '.join(VARIANTS)}")
@@ -148,58 +97,137 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     for seed in asked.seeds:
         for name in asked.only:
-            if not record_file(name, seed).exists() and not train(name, seed, asked.out.absolute(), asked.ranks):
+            study = Study(name, seed, asked.out.absolute(), asked.ranks)
+            if not study.record.exists() and not study.run():
                 return 1
     return 0
 
 
-def record_file(name: str, seed: int) -> Path:
-    return RECORDS / f"{name}_{seed}.json"
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """One variant with one seed."""
+
+    name: str
+    seed: int
+    out: Path
+    ranks: int
+
+    @property
+    def record(self) -> Path:
+        """Its record."""
+        return RECORDS / f"{self.name}_{self.seed}.json"
+
+    def run(self) -> bool:
+        """Train it, or go on with it, and write its record; return whether all programs ended well."""
+        variant, run = VARIANTS[self.name], f"{self.name}_{self.seed}"
+        knobs = variant.knobs | ({} if variant.epochs is None else {"num_epochs": variant.epochs})
+        if variant.labels:
+            if not self.fine_tune(variant.labels):
+                return False
+            knobs["model.path"] = self.out / f"{run}_labels" / "model"
+        if self.name == "constant":
+            knobs["model.kind"] = self.best_constant()
+        if not (folder := self.train(run, variant.recipe, knobs)):
+            return False
+        forwards, seconds, curve = work_of(folder)
+        labelled = work_of_labels(self.out / f"{run}_labels") if variant.labels else 0.0
+        found = {
+            "variant": self.name,
+            "seed": self.seed,
+            "recipe": variant.recipe,
+            "knobs": {name: str(value) for name, value in knobs.items() if name != "model.path"},
+            "ranks": self.ranks,
+            "commit": commit(),
+            "forward_equivalents": forwards + 3 * variant.labels,
+            "minutes": round((seconds + labelled) / 60, 2),
+            "verdict": json.loads((folder / "summary.json").read_text())["verdict"]["overall"],
+            "curve": curve,
+            "rows": rows_of(folder),
+        }
+        write_atomically(self.record, json.dumps(found) + "\n")
+        print(run, "done", flush=True)
+        return True
+
+    def train(self, run: str, recipe: str, knobs: dict[str, Any]) -> Path | None:
+        """Run train_grpo.py and return its folder; None if it failed."""
+        fixed = {"eval.every": EVERY, "checkpoint.every": EVERY, "eval.signal_groups": 0, "log_videos_every": 0}
+        fixed |= {"max_minutes": 0, "seed": self.seed, "run_name": run, "output_root": self.out, "trackers": ""}
+        fixed |= {"resume": "auto"} | knobs
+        words = [f"--config.{knob}={value}" for knob, value in fixed.items()]
+        ended = self.launch("train_grpo.py", run, "--config", f"config/grpo.py:{recipe}", *words)
+        return self.out / run if ended else None
+
+    def fine_tune(self, items: int) -> bool:
+        run, epochs = f"{self.name}_{self.seed}_labels", 1000  # the steps end it
+        options = [f"--run-name={run}", f"--seed={self.seed}", "--no-use-dynamic-batch", "--resume", "--num-workers=0"]
+        options += [f"--batch-size={BATCH // self.ranks}", f"--max-steps={items // BATCH}", f"--epochs={epochs}"]
+        knobs = [
+            f"--config.output_root={self.out}",
+            "--config.data.train_split=labelled",
+            "--config.data.tune_scenes=0",
+        ]
+        knobs += ["--config.train.learning_rate=2e-4"]
+        return self.launch("tools/finetune_recam.py", run, "--config", "config/grpo.py:room_recam", *options, *knobs)
+
+    def best_constant(self) -> str:
+        """Return the model that is told commands times the constants with the least errors on the split for tuning."""
+        best = {}
+        for place, measure in enumerate(("trans_err_m", "rot_err_deg")):
+            errors = {}
+            for percent in (90, 100, 110, 120, 135, 150):
+                factors = [100, 100]
+                factors[place] = percent
+                kind = f"tools/study/scaled_recam.py:by_{factors[0]}_{factors[1]}"
+                knobs = {"num_epochs": 0, "model.kind": kind, "eval.split": "tune", "eval.num_conditions": 72}
+                folder = self.train(f"constant_{measure}_{percent}", "room_recam", knobs)
+                if folder is None:
+                    raise SystemExit(1)
+                errors[percent] = fmean(row[measure] for row in rows_of(folder).values())
+            best[measure] = min(errors, key=errors.__getitem__)
+            print(measure, errors, flush=True)
+        return f"tools/study/scaled_recam.py:by_{best['trans_err_m']}_{best['rot_err_deg']}"
+
+    def launch(self, program: str, run: str, *words: str) -> bool:
+        self.out.mkdir(parents=True, exist_ok=True)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        with (self.out / f"{run}.log").open("a", encoding="utf-8") as log:
+            command = [*launcher(self.ranks), program, *words]
+            ended = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, env=environment, check=False)
+        if ended.returncode:
+            print(f"{run} ended with code {ended.returncode}: see {self.out / run}.log", file=sys.stderr)
+        return not ended.returncode
 
 
-def train(name: str, seed: int, out: Path, ranks: int) -> bool:
-    """Train one variant, or go on with it, and write its record; return whether the run ended well."""
-    variant, run = VARIANTS[name], f"{name}_{seed}"
-    knobs = {"eval.every": EVERY, "checkpoint.every": EVERY, "eval.signal_groups": 0, "log_videos_every": 0}
-    knobs["max_minutes"] = 0
-    knobs |= variant.overrides | {"seed": seed, "run_name": run, "output_root": out, "resume": "auto", "trackers": ""}
-    command = [*launcher(ranks), "train_grpo.py", "--config", f"config/grpo.py:{variant.recipe}"]
-    command += [f"--config.{knob}={value}" for knob, value in knobs.items()]
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / f"{run}.log").open("a", encoding="utf-8") as log:
-        ended = subprocess.run(
-            command, cwd=ROOT, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
-        )
-    if ended.returncode:
-        print(f"{run} ended with code {ended.returncode}: see {out / run}.log", file=sys.stderr)
-        return False
-    found = {"variant": name, "seed": seed, "recipe": variant.recipe, "overrides": variant.overrides, "ranks": ranks}
-    found["commit"] = commit()
-    write_atomically(record_file(name, seed), json.dumps(found | outcome(read_run(out / run)), indent=1) + "\n")
-    print(run, "done", flush=True)
-    return True
-
-
-def outcome(run: Run) -> dict[str, Any]:
-    curve, seconds, forwards = [], 0.0, 0.0
-    for step, row in run.rows.items():
+def work_of(folder: Path) -> tuple[float, float, list[dict[str, float]]]:
+    """Return the forward-equivalents and seconds of a run's training, and its evaluations on the way."""
+    forwards, seconds, curve = 0.0, 0.0, []
+    for step, row in read_rows(folder / "metrics.jsonl").items():
         seconds += row.get("time/epoch_s", 0.0)
         forwards = row.get("system/forward_equivalents", forwards)
-        if values := {metric: row[metric] for metric in MEASURES if metric in row}:
-            place = {"epoch": float(step), "forward_equivalents": forwards, "minutes": round(seconds / 60, 2)}
-            curve.append(place | values)
-    summary = run.summary
-    assert summary is not None
-    by_camera = {
-        camera: {metric: changes[metric] for metric in MEASURES if metric in changes}
-        for camera, changes in summary.change_by_camera.items()
+        values = {name: row[f"eval/{name}"] for name in MEASURES if f"eval/{name}" in row}
+        if values:
+            curve.append({"epoch": step, "forward_equivalents": forwards, "minutes": seconds / 60} | values)
+    return forwards, seconds, curve
+
+
+def work_of_labels(folder: Path) -> float:
+    """Return the seconds of supervised steps, as they were logged."""
+    rows = read_rows(folder / "metrics.jsonl").values()
+    return sum(10 * BATCH / row["train/items_per_s"] for row in rows if "train/items_per_s" in row)
+
+
+def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return "scene camera" -> kind of camera and measures of each held-out condition, as a run left them."""
+    rows = json.loads((folder / "held_out.json").read_text())["after"]
+    return {
+        f"{row['scene']} {row['camera']}": {"kind": row["preset"]}
+        | {name: round(row["values"][name], 5) for name in MEASURES if name in row["values"]}
+        for row in rows
     }
-    ends = {"verdict": summary.verdict.overall, "before": summary.before, "after": summary.after}
-    return ends | {"change_by_camera": by_camera, "curve": curve}
 
 
-def load_records() -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
+def load_records() -> dict[str, list[Record]]:
+    found: dict[str, list[Record]] = {}
     for name in VARIANTS:
         runs = [json.loads(file.read_text(encoding="utf-8")) for file in RECORDS.glob(f"{name}_[0-9]*.json")]
         if runs:
@@ -207,77 +235,86 @@ def load_records() -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def write_report(records: dict[str, list[dict[str, Any]]]) -> None:
+def write_report(records: dict[str, list[Record]]) -> None:
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
-    lines = [BEGIN, "", *table(records), ""]
-    for name in BY_CAMERA:
-        if name in records:
-            lines += [f"By kind of camera, {VARIANTS[name].title}:", "", *table_by_camera(records[name]), ""]
-    generated = "\n".join([*lines, END])
-    PAGE.write_text(before + generated + rest.partition(END)[2], encoding="utf-8")
+    lines = [BEGIN, ""]
+    for group in GROUPS:
+        lines += [f"Commands that are {group}:", "", *table(records, group), ""]
+    for name, other in (("rl", "sft"), ("rl", "base"), ("sft_rl", "sft"), ("twin", "base")):
+        if name in records and other in records:
+            title = f"{VARIANTS[name].title} less {VARIANTS[other].title}"
+            lines += [f"{title}, paired by condition:", "", *differences(records[name], records[other]), ""]
+    PAGE.write_text(before + "\n".join([*lines, END]) + rest.partition(END)[2], encoding="utf-8")
     draw(records)
 
 
-def table(records: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Return Markdown lines: per variant verdict and change of every measure by seed, its F and its minutes."""
-    rows, shown = [], in_all(run["before"] for runs in records.values() for run in runs)
+def of_group(group: str) -> Callable[[dict[str, Any]], bool]:
+    return lambda row: row["kind"] in GROUPS[group]
+
+
+def table(records: dict[str, list[Record]], group: str) -> list[str]:
+    """Return Markdown lines: per variant the mean of every measure over the seeds, and in brackets each."""
+    rows = []
     for name, runs in records.items():
-        ends = [(run["before"], run["after"]) for run in runs]
-        changes = [
-            in_words(metric, [(after[metric] - before[metric], *after[f"{metric}_ci95"]) for before, after in ends])
-            for metric in shown
-        ]
-        last = [run["curve"][-1] for run in runs]
-        seeds = ", ".join(str(run["seed"]) for run in runs)
-        work = fmean([point["forward_equivalents"] for point in last]) / 1000
-        minutes = fmean([point["minutes"] for point in last])
-        words = Counter(run["verdict"] for run in runs).items()
-        verdicts = ", ".join(word + (f" ×{count}" if count > 1 else "") for word, count in words)
-        rows.append([VARIANTS[name].title, seeds, verdicts, *changes, f"{work:.1f}", f"{minutes:.1f}"])
-    titles = [f"change of {MEASURES[metric][0]}" for metric in shown]
-    return markdown_table(["variant", "seeds", "verdict", *titles, "thousand F", "minutes"], rows)
+        cells = []
+        for measure, (_, digits) in MEASURES.items():
+            values = [fmean(row[measure] for row in run["rows"].values() if of_group(group)(row)) for run in runs]
+            cells.append(f"**{fmean(values):.{digits}f}** ({', '.join(f'{value:.{digits}f}' for value in values)})")
+        work = fmean(run["forward_equivalents"] for run in runs) / 1000
+        minutes = fmean(run["minutes"] for run in runs)
+        rows.append([VARIANTS[name].title, *cells, f"{work:.1f}", f"{minutes:.1f}"])
+    titles = [title for title, _ in MEASURES.values()]
+    return markdown_table(["", *titles, "thousand F", "minutes"], rows)
 
 
-def in_all(places: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the measures that every one of `places` has."""
-    common = set(MEASURES).intersection(*places)
-    return [metric for metric in MEASURES if metric in common]
+def differences(runs: list[Record], others: list[Record]) -> list[str]:
+    """Return Markdown lines: per group and seed the mean difference of every measure, a star where it is certain.
+
+    The interval is a bootstrap over scenes at 95 %. Other runs than one each seed are compared with the first.
+    """
+    rows = []
+    by_seed = {run["seed"]: run for run in others}
+    for group in GROUPS:
+        for run in runs:
+            other, cells = by_seed.get(run["seed"], others[0])["rows"], []
+            for measure, (_, digits) in MEASURES.items():
+                both = [key for key, row in run["rows"].items() if of_group(group)(row) and key in other]
+                change = [run["rows"][key][measure] - other[key][measure] for key in both]
+                found = mean_interval(change, [key.partition(" ")[0] for key in both])
+                start = fmean(other[key][measure] for key in both)
+                star = "*" if found.low > 0 or found.high < 0 else ""
+                share = (
+                    f" ({100 * found.mean / start:+.0f} %)"
+                    if measure in ("trans_err_m", "rot_err_deg", "residual")
+                    else ""
+                )
+                cells.append(
+                    f"{found.mean:+.{digits}f}{star}{share} [{found.low:+.{digits}f}, {found.high:+.{digits}f}]"
+                )
+            rows.append([group, str(run["seed"]), *cells])
+    return markdown_table(["commands", "seed", *(title for title, _ in MEASURES.values())], rows)
 
 
-def table_by_camera(runs: Sequence[dict[str, Any]]) -> list[str]:
-    rows, shown = [], in_all(kind for run in runs for kind in run["change_by_camera"].values())
-    for camera in sorted(runs[0]["change_by_camera"]):
-        found = [run["change_by_camera"][camera] for run in runs]
-        rows.append([camera, *(in_words(metric, [run[metric] for run in found]) for metric in shown)])
-    return markdown_table(["camera", *(f"change of {MEASURES[metric][0]}" for metric in shown)], rows)
-
-
-def in_words(metric: str, found: Sequence[Sequence[float]]) -> str:
-    """Return "mean (change of each seed)" of [change, low, high], a star where a seed's 95 % interval excludes 0."""
-    digits = MEASURES[metric][1]
-    marks = [f"{change:+.{digits}f}" + ("*" if low > 0 or high < 0 else "") for change, low, high in found]
-    return f"**{fmean([change for change, *_ in found]):+.{digits}f}** ({', '.join(marks)})"
-
-
-def draw(records: dict[str, list[dict[str, Any]]]) -> None:
-    """Draw every measure against F and against minutes: mean over the seeds, and their range."""
-    shown = in_all(point for runs in records.values() for run in runs for point in run["curve"])
-    figure = new_figure(figsize=(4 * len(shown), 7), layout="constrained")
-    axes = (("forward_equivalents", 1000, "thousand forward-equivalents"), ("minutes", 1, "minutes of training"))
-    for row, (axis, scale, unit) in enumerate(axes):
-        for column, metric in enumerate(shown):
-            plot = figure.add_subplot(2, len(shown), row * len(shown) + column + 1)
-            for name, runs in records.items():
-                points = list(zip(*(run["curve"] for run in runs), strict=False))
-                where = [fmean([point[axis] for point in same]) / scale for same in points]
-                means, dashes = [fmean([point[metric] for point in same]) for same in points], name.startswith("twin")
-                (line,) = plot.plot(where, means, "--" if dashes else "-", label=name)  # there are but ten colours
-                low, high = ([pick(point[metric] for point in same) for same in points] for pick in (min, max))
+def draw(records: dict[str, list[Record]]) -> None:
+    """Draw every measure against F: mean over the seeds, and their range; variants without a curve as a level."""
+    figure = new_figure(figsize=(4 * len(MEASURES), 4), layout="constrained")
+    for column, (measure, (title, _)) in enumerate(MEASURES.items()):
+        plot = figure.add_subplot(1, len(MEASURES), column + 1)
+        for name, runs in records.items():
+            points = list(zip(*(run["curve"] for run in runs), strict=False))
+            if len(points) > 1:
+                where = [fmean(point["forward_equivalents"] for point in same) / 1000 for same in points]
+                means = [fmean(point[measure] for point in same) for same in points]
+                (line,) = plot.plot(where, means, label=VARIANTS[name].title)
+                low, high = ([pick(point[measure] for point in same) for same in points] for pick in (min, max))
                 plot.fill_between(where, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-            plot.set(xlabel=unit, title=MEASURES[metric][0])
+            else:
+                level = fmean(row[measure] for run in runs for row in run["rows"].values())
+                plot.axhline(level, linestyle="--", linewidth=1, label=VARIANTS[name].title)
+        plot.set(xlabel="thousand forward-equivalents", title=title)
     lines, names = figure.axes[0].get_legend_handles_labels()
-    figure.legend(lines, names, loc="outside lower center", ncols=-(-len(names) // 2), fontsize=8)
+    figure.legend(lines, names, loc="outside lower center", ncols=len(names), fontsize=8)
     figure.savefig(PLOT, dpi=110)
 
 

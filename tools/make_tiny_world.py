@@ -1,7 +1,7 @@
 """Write a tiny world, rooms rendered from known cameras, in MultiCamVideo layout.
 
-    python tools/make_tiny_world.py --root data/my_world --train-scenes 200 --frames 9 --height 32 --width 48
-    python tools/make_tiny_world.py --root data/large_rooms --furnished --frames 9 --height 96 --width 144
+python tools/make_tiny_world.py --root data/my_world --train-scenes 200 --frames 9 --height 32 --width 48
+python tools/make_tiny_world.py --root data/large_rooms --furnished --frames 9 --height 96 --width 144
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def main() -> None:
         write_tiny_world(args.root, spec)
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from None
-    print(f"{len([*args.root.rglob('*.mp4')])} clips of {spec.frames} frames, {spec.height}x{spec.width}, in {args.root}")
+    clips = len([*args.root.rglob("*.mp4")])
+    print(f"{clips} clips of {spec.frames} frames, {spec.height}x{spec.width}, in {args.root}")
 
 
 if __name__ == "__main__":

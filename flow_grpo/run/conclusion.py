@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import TYPE_CHECKING
 
 from flow_grpo.judging.changes import changes_by_camera, with_intervals
@@ -11,6 +12,7 @@ from flow_grpo.judging.table import Table, means_by_camera
 from flow_grpo.judging.verdict import Verdict, abridged, best_and_worst, direction, judge, worse_by_camera
 from flow_grpo.reporting.console import print_before_after
 from flow_grpo.run.starts import next_commands
+from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.settings.checks import trained_rewards
 from flow_grpo.settings.schema import Config
 
@@ -81,6 +83,9 @@ def conclude(trainer: Trainer, after: Evaluation) -> None:
                 "train_seconds": state.train_seconds,
             }
         )
+        if trainer.world.is_main:
+            rows = {"before": before.rows(), "after": after.table.rows()}
+            write_atomically(trainer.run_folder / "held_out.json", json.dumps(rows) + "\n")
         trainer.close()
     trainer.saver.wait()
     print_before_after(state.before, after.metrics, changes, trainer.run_folder, trainer.world, floor=state.floor)
