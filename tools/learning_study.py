@@ -79,7 +79,13 @@ VARIANTS = {
     "twin": Variant("RL as my_recam_8npu", recipe="my_recam_8npu_room", knobs=TWIN),
 }
 BATCH = 32  # items of a step of supervised fine-tuning
-LABELS = {"train.learning_rate": 2e-4}  # chosen on the split for tuning
+LABELS = {  # the labels there are, and a rate
+    "data.root": "data/labelled_rooms",
+    "data.tiny_world": "furnished_labelled",
+    "data.train_split": "labelled",
+    "data.tune_scenes": 0,
+    "train.learning_rate": 2e-4,
+}
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -94,11 +94,10 @@ class WorldSpec:
         return torch.tensor([focal, focal, self.width / 2, self.height / 2])
 
 
-FURNISHED = WorldSpec(
-    seed=41, scenes={"train": 48, "val": 16, "labelled": 48}, frames=9, height=64, width=96, furnished=True
-)
+FURNISHED = WorldSpec(seed=41, scenes={"train": 48, "val": 16}, frames=9, height=64, width=96, furnished=True)
 TINY_WORLDS = {
     "furnished": FURNISHED,
+    "furnished_labelled": dataclasses.replace(FURNISHED, scenes={"labelled": 48, "val": 2}),
     "tiny": WorldSpec(seed=1, scenes={"train": 48, "val": 16}),
     "unit_test": WorldSpec(seed=2, scenes={"train": 2, "val": 1}),
 }
