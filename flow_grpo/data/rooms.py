@@ -88,7 +88,7 @@ def _boxes(draw: torch.Generator) -> Tensor:
     way = _uniform(draw, 0.5, 1.2) * (1 if _uniform(draw, 0, 1) < 0.5 else -1)
     size = _uniform(draw, 0.15, 0.28) if _uniform(draw, 0, 1) < 0.5 else 0.0
     centre = (_uniform(draw, 2.2, 3.0), _uniform(draw, -0.4, 0.4) - way / 2, _uniform(draw, -0.5, 0.5))
-    boxes.append([centre, (size, size, size), (0.0, way, 0.0)])
+    boxes.append([centre, (size, size, size), (0.0, way if size else 0.0, 0.0)])
     return torch.tensor(boxes)
 
 

@@ -97,14 +97,12 @@ class Hits:
 
     Attributes:
         surface: (B, F, P) index of a face, 0..5, or of a box, 6 and up.
-        axis: (B, F, P) 0..2, which axis the surface is normal to.
         depth: (B, F, P) metres along the camera's forward axis.
         point: (3, B, F, P) where, in world axes.
         direction: (3, B, F, P) the rays in world axes.
     """
 
     surface: Tensor
-    axis: Tensor
     depth: Tensor
     point: Tensor
     direction: Tensor
@@ -118,14 +116,19 @@ def trace(room: Room, poses: Tensor, rays: Tensor) -> Hits:
     half = room.half_size.T[..., None, None]
     depth, axis = ((torch.copysign(half, inverse) - origin) * inverse).min(dim=0)  # to the wall ahead on each axis
     surface = 2 * axis + (inverse.gather(0, axis[None])[0] > 0).long()
+    steepness = inverse.abs()
     for number, box in enumerate(room.boxes.unbind(1)):
+        if not box[:, 1].any():
+            continue
         centre, reach, _ = box.permute(1, 2, 0)[..., None, None]  # (3, B, 1, 1) each
-        middle, reach = (centre - origin) * inverse, reach * inverse.abs()
-        near, side = (middle - reach).max(dim=0)
-        seen = (near < (middle + reach).amin(dim=0)) & (near > 0) & (near < depth)
-        depth, axis = torch.where(seen, near, depth), torch.where(seen, side, axis)
+        middle, reach = (centre - origin) * inverse, reach * steepness
+        near, far = middle - reach, middle + reach
+        enters = torch.maximum(torch.maximum(near[0], near[1]), near[2])
+        leaves = torch.minimum(torch.minimum(far[0], far[1]), far[2])
+        seen = (enters < torch.minimum(leaves, depth)) & (enters > 0)
+        depth = torch.where(seen, enters, depth)
         surface = torch.where(seen, FACES + number, surface)
-    return Hits(surface, axis, depth, origin + depth * direction, direction)
+    return Hits(surface, depth, origin + depth * direction, direction)
 
 
 def render(room: Room, poses: Tensor, rays: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,29 +141,32 @@ def render(room: Room, poses: Tensor, rays: Tensor) -> tuple[Tensor, Tensor]:
     """
     hits = trace(room, poses, rays)
     # One lookup for all parameters, with rays last, so that later operations run over contiguous memory.
-    waves = room.phase.shape[-1]
-    home = torch.cat(
-        [torch.zeros_like(room.base[:, :FACES]), room.boxes[:, :, 0]], dim=1
-    )  # a thing's texture moves too
-    parts = (room.base, room.frequency.mT, room.phase, room.amplitude, home)
+    waves, count = room.phase.shape[-1], room.base.shape[1]
+    walls = room.half_size[:, None].expand(-1, FACES, -1)
+    boxes = (  # of each surface the box that it is a side of
+        torch.cat([torch.zeros_like(walls), room.boxes[:, :, 0]], dim=1),
+        torch.cat([walls, room.boxes[:, :, 1].clamp_min(1e-6)], dim=1),
+    )
+    parts = (room.base, room.frequency.mT, room.phase, room.amplitude, *boxes)
     table = torch.cat([part.flatten(0, 1).flatten(1) for part in parts], -1).T.contiguous()
-    number = hits.surface + room.base.shape[1] * torch.arange(len(hits.surface))[:, None, None]
+    number = hits.surface + count * torch.arange(len(hits.surface))[:, None, None]
     planes = table.index_select(1, number.flatten()).unflatten(1, number.shape)
-    base, along_u, along_v, phase, amplitude, home = planes.split([3, waves, waves, waves, 3 * waves, 3])
-    x, y, z = hits.point - home
+    base, along_u, along_v, phase, amplitude, centre, half = planes.split([3, waves, waves, waves, 3 * waves, 3, 3])
+    local = hits.point - centre  # a thing's texture moves with it
+    axis = (local / half).abs().argmax(dim=0)
     # The two coordinates along a face: (y, z), (x, z), (x, y) for one across x, y, z.
-    u, v = torch.where(hits.axis == 0, y, x), torch.where(hits.axis == 2, y, z)
+    u, v = torch.where(axis == 0, local[1], local[0]), torch.where(axis == 2, local[1], local[2])
     turn = 2 * math.pi * (along_u * u + along_v * v) + phase
     colours = (base + (amplitude.unflatten(0, (waves, 3)) * turn.cos()[:, None]).sum(0)).sigmoid()
-    return colours * _shade(room, hits), hits.depth
+    return colours * _shade(room, hits, axis), hits.depth
 
 
-def _shade(room: Room, hits: Hits) -> Tensor:
+def _shade(room: Room, hits: Hits, axis: Tensor) -> Tensor:
     """Return the light (B, F, P) on surfaces: less, down to 1 - the lamp's share, the more they turn from the lamp."""
     place, share = room.lamp.T[:3, :, None, None], room.lamp[:, 3, None, None]
     towards = place - hits.point
     # A surface's normal points against the ray that meets it.
-    normal_part = -(hits.direction.sign() * towards).gather(0, hits.axis[None])[0]
+    normal_part = -(hits.direction.sign() * towards).gather(0, axis[None])[0]
     cosine = normal_part / towards.square().sum(0).sqrt().clamp_min(1e-6)
     return 1 - share * (1 - cosine.clamp_min(0))
 

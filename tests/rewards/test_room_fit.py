@@ -41,7 +41,7 @@ def test_each_frame_gets_the_guess_that_it_was_filmed_from():
     turns = torch.tensor([(0.0, degrees, 0.0) for degrees in (-20.0, 0.0, 20.0)]).deg2rad()
     guesses = torch.cat([pose(rotation_matrix(turns), torch.zeros(3, 3)), filmed.true[1, -1:].float()])
     order = torch.tensor([0, 2, 1, 3])
-    view = make_view(viewpoints(filmed).take(order), filmed.videos[order, :, -1], 8)
+    view = make_view(viewpoints(filmed).take(order), filmed.videos[order, :, -1], 8, 3)
     wanted = filmed.references[order].float() @ guesses[[0, 0, 3, 3]]
     assert torch.allclose(guess(view, guesses, 1)[:, 0], wanted, atol=1e-5)
 
@@ -50,7 +50,7 @@ def test_faded_and_garish_colours_do_not_change_the_guess():
     filmed = film(["pan_left", "zoom_out", "arc_right", "translate_up"], rooms=2)
     last = filmed.videos[:, :, -1]
     plain, *changed = (
-        guess(make_view(viewpoints(filmed), 0.5 + contrast * (last - 0.5), 8), initial_poses(), 1)
+        guess(make_view(viewpoints(filmed), 0.5 + contrast * (last - 0.5), 8, 3), initial_poses(), 1)
         for contrast in (1.0, 0.45, 2.0)
     )
     for found in changed:

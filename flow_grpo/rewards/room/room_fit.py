@@ -24,13 +24,12 @@ from torch import Tensor
 
 from flow_grpo.maths.pictures import blur_matrix, choose, shrink
 from flow_grpo.maths.poses import pose, relative, rotation_matrix
-from flow_grpo.maths.room import Room, frame_times, pixel_rays, render, stack_rooms
+from flow_grpo.maths.room import SUPERSAMPLE, Room, frame_times, pixel_rays, render, stack_rooms
 from flow_grpo.records import Condition
 
 ROOM_FILE = "room.json"  # in a scene folder: the room that it was filmed in
 BLUR = 1.5  # pixels: sigma of the blurred rendering that is mixed in
 LOOK = (-0.6, 1.5)  # range of the blurred rendering's weight, and of the contrast less 1
-SUPERSAMPLE = 3  # rays per shrunk pixel and axis
 MARGIN = 0.1  # metres between the camera and the walls
 LARGEST_TURN, LARGEST_MOVE = 0.3, 0.8  # radians and metres of one step
 LOST = 0.5  # unexplained share of a frame's variance: under 0.1 after a codec, above 1 for another place
@@ -128,6 +127,7 @@ class View:
     colours: Tensor  # (3, N, 1, P) the frames, each less its mean colour
     means: Tensor  # (3, N, 1, 1) which is this
     size: tuple[int, int]  # rows and columns
+    supersample: int  # rays per shrunk pixel and axis of what they are compared with
     blur: tuple[Tensor, Tensor]  # matrices (rows, rows), (columns, columns) that blur an image
 
     @property
@@ -136,7 +136,7 @@ class View:
         return self.viewpoints.rooms.half_size[:, None] - MARGIN
 
 
-def make_view(viewpoints: Viewpoints, frames: Tensor, columns: int) -> View:
+def make_view(viewpoints: Viewpoints, frames: Tensor, columns: int, supersample: int) -> View:
     """Shrink frames (N, 3, h, w) to at most `columns` columns and prepare them to be compared with renderings."""
     small = shrink(frames, columns)
     size = small.shape[-2], small.shape[-1]
@@ -147,11 +147,12 @@ def make_view(viewpoints: Viewpoints, frames: Tensor, columns: int) -> View:
     colours = rearrange(small, "n c y x -> c n 1 (y x)").contiguous()
     means = colours.mean(-1, keepdim=True)
     blur = blur_matrix(size[0], BLUR / block), blur_matrix(size[1], BLUR / block)
-    return View(shrunk, colours - means, means, size, blur)
+    return View(shrunk, colours - means, means, size, supersample, blur)
 
 
-def draw(view: View, poses: Tensor, supersample: int = SUPERSAMPLE) -> tuple[Tensor, Tensor]:
+def draw(view: View, poses: Tensor, supersample: int = 0) -> tuple[Tensor, Tensor]:
     """Render M poses (N, M, 4, 4) of each frame; return colours (3, N, M, rows, columns) and mean inverse depths."""
+    supersample = supersample or view.supersample
     rays = pixel_rays(view.viewpoints.intrinsics, *view.size, supersample)
     colours, depth = render(view.viewpoints.rooms, poses, rays)
     pixels = "(y i x j) -> ... y x"
@@ -254,7 +255,7 @@ class RoomPoses:
 def read_off(view: View, fit: Fit, viewpoints: Viewpoints) -> RoomPoses:
     """Return the first pose of each of N frames as those of B videos, filmed at B viewpoints."""
     poses, cost = fit.poses[:, :1], fit.cost[:, 0]
-    error = draw(view, poses)[0].flatten(-2) - view.means - view.colours
+    error = draw(view, poses, SUPERSAMPLE)[0].flatten(-2) - view.means - view.colours
     psnr = -10 * error.square().mean(dim=(0, 2, 3)).clamp_min(1e-10).log10()
     # Not the variance of the full frame: shrinking averages noise away, and a fit of what remains would look good.
     variance = view.colours.square().mean(dim=(0, 2, 3))

@@ -33,7 +33,7 @@ from flow_grpo.rewards.room.room_fit import (
 )
 from flow_grpo.runtime.lru import LruCache
 
-COLUMNS = (12, 24)  # of the coarse and the fine pictures, at most
+SIZES = ((12, 2), (24, 3))  # of the coarse and the fine pictures: columns, at most, and rays per pixel and axis
 GUESSES = 1024
 REACH = (20.0, 45.0, 2.3, 1.2, 2.4)  # of the guesses: degrees of pitch and yaw, metres right, down, forward
 STARTS = 6  # guesses of a frame that are refined
@@ -63,7 +63,7 @@ def estimate_path(videos: Tensor, viewpoints: Viewpoints) -> RoomPoses:
     numbers = scored_frames(videos.shape[2])
     images = rearrange(videos[:, :, numbers], "b c t h w -> (b t) c h w").float()
     by_frame = viewpoints.frames(numbers, videos.shape[2])
-    coarse, fine = (make_view(by_frame, images, columns) for columns in COLUMNS)
+    coarse, fine = (make_view(by_frame, images, *size) for size in SIZES)
     fit = refine(coarse, guess(coarse, guesses(), STARTS), STEPS[0])
     fit = refine(fine, best(fit.poses, fit.cost, 1), STEPS[1])
     return read_off(fine, fit, viewpoints)

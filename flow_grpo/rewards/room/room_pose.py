@@ -29,7 +29,7 @@ from flow_grpo.rewards.room.room_fit import (
     refine,
 )
 
-COLUMNS = (12, 24, 48)  # of the coarse, middle and fine pictures, at most
+SIZES = ((12, 2), (24, 3), (48, 2))  # of coarse, middle and fine pictures: columns, at most, rays per pixel and axis
 STARTS = 4  # initial poses of a frame that are refined
 GUESS_YAW = (-30.0, -20.0, -10.0, 0.0, 10.0, 20.0, 30.0)  # degrees; more than any preset of the tiny world turns
 GUESS_PITCH = (-14.0, -7.0, 0.0, 7.0, 14.0)
@@ -70,7 +70,7 @@ def estimate_poses(videos: Tensor, viewpoints: Viewpoints) -> RoomPoses:
     assert len(viewpoints) == batch, "a viewpoint for every video"
     images = rearrange(videos, "b c t h w -> (b t) c h w").float()
     by_frame = viewpoints.frames(range(frames), frames)
-    coarse, middle, fine = (make_view(by_frame, images, columns) for columns in COLUMNS)
+    coarse, middle, fine = (make_view(by_frame, images, *size) for size in SIZES)
     fit = refine(coarse, guess(coarse, initial_poses(), STARTS), 3)
     poses = best(fit.poses, fit.cost, 2)
     own = rearrange(poses[:, 0], "(b t) r c -> b t r c", t=frames)
