@@ -13,8 +13,8 @@ from flow_grpo.settings.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = {"my_recam_1gpu": 1, "my_recam_2node": 16, "my_recam_full": 8, "redirector_8npu": 8, "wan_t2v_8npu": 8}
-RANKS |= {f"my_recam_8npu{kind}": 8 for kind in ("", "_tiny", "_dapo", "_dapo_tiny", "_fast", "_small")}
-RANKS |= {"tiny_recam": 2, "tiny_recam_hacking": 2, "tiny_wan_t2v": 2}
+RANKS |= {f"my_recam_8npu{kind}": 8 for kind in ("", "_tiny", "_room", "_dapo", "_dapo_tiny", "_fast", "_small")}
+RANKS |= {"room_recam": 2, "tiny_recam": 2, "tiny_recam_hacking": 2, "tiny_wan_t2v": 2}
 
 
 def recipe(name: str) -> Config:
@@ -83,8 +83,9 @@ def test_the_dapo_recipes_differ_from_their_bases_in_dynamic_sampling_and_what_i
     assert full.dynamic_sampling.metric in full.reward.weights
 
 
-def test_the_twin_takes_every_number_of_my_recam_8npu_but_sizes() -> None:
-    twin, full = recipe("my_recam_8npu_tiny"), recipe("my_recam_8npu")
+@pytest.mark.parametrize("name", ["my_recam_8npu_tiny", "my_recam_8npu_room"])
+def test_a_twin_takes_every_number_of_my_recam_8npu_but_sizes(name: str) -> None:
+    twin, full = recipe(name), recipe("my_recam_8npu")
     assert (twin.sample, twin.train) == (full.sample, full.train)
     assert (twin.model.trained, twin.model.lora_full_modules) == (full.model.trained, full.model.lora_full_modules)
     assert twin.model.lora_alpha / twin.model.lora_rank == full.model.lora_alpha / full.model.lora_rank
@@ -92,11 +93,16 @@ def test_the_twin_takes_every_number_of_my_recam_8npu_but_sizes() -> None:
     assert all(getattr(twin.reward, name) == getattr(full.reward, name) for name in normalisation)
 
 
-def test_tiny_recam_is_the_demo_that_2_cores_can_hold() -> None:
-    config = recipe("tiny_recam")
-    assert config.model.path == "assets/tiny_recam" and config.data.tiny_world == "tiny"
-    assert config.num_epochs == 130 and config.max_minutes > 10 and config.num_threads == 1
+@pytest.mark.parametrize(("name", "world"), [("tiny_recam", "tiny"), ("room_recam", "furnished")])
+def test_a_demo_is_for_2_cores_and_its_judge_is_no_reward(name: str, world: str) -> None:
+    config = recipe(name)
+    assert config.model.path == f"assets/{name}" and config.data.tiny_world == world
+    assert config.max_minutes > 10 and config.num_threads == 1
     assert config.eval.gold == "room_pose" and "room_pose" not in config.reward.weights
+
+
+def test_the_demo_s_rewards_know_no_true_view() -> None:
+    assert not {"target_psnr", "target_view", "view_disp"} & {*recipe("room_recam").reward.weights}
 
 
 def test_recipes_do_not_share_state() -> None:
