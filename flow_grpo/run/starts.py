@@ -167,14 +167,6 @@ def configuration_of(run_folder: Path, overrides: Sequence[str] = ()) -> Config:
     return from_dict(read_json_object(run_folder / CONFIG, "restore it"), overrides)
 
 
-def latest(run_folder: Path) -> dict[str, Any]:
-    """Return the record of a run's latest start; ValueError where there is none."""
-    start = _latest(run_folder)
-    if start is None:
-        raise ValueError(f"{run_folder / STARTS} holds no record of a start; give the folder of a run")
-    return start
-
-
 def next_commands(run_folder: Path, *, finished: int = 0, makes_videos: bool = True) -> list[str]:
     """Return lines with the commands that use, measure and continue a run; [] without a record of its start.
 

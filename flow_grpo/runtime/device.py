@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -373,16 +373,6 @@ def chooses_sdpa_kernel(device: torch.device) -> bool:
 def supports_compile(device: torch.device) -> bool:
     """Whether `torch.compile` may be used; the NPU's graph back ends are experimental."""
     return device.type != "npu"
-
-
-def profiler(device: torch.device, folder: Path | str) -> AbstractContextManager[Any]:
-    """Profiler context that writes a trace into `folder` on exit."""
-    library: Any = sys.modules["torch_npu"].profiler if device.type == "npu" else torch.profiler
-    activities = [library.ProfilerActivity.CPU]
-    if device.type != "cpu":
-        activities.append(getattr(library.ProfilerActivity, device.type.upper()))
-    handler = library.tensorboard_trace_handler(str(folder))
-    return cast(AbstractContextManager[Any], library.profile(activities=activities, on_trace_ready=handler))
 
 
 def _requested_kind(requested: str) -> str:

@@ -109,8 +109,8 @@ def test_it_agrees_with_the_reward_it_is_to_check(preset, size):
     camera, frames = camera_matrix(intrinsics(size).tolist()), tuple(range(ALL_FRAMES))
     known = PosedFrames(grey(film("source", size, ALL_FRAMES)), source_path(ALL_FRAMES).numpy(), frames)
     located = locate_video(grey(video), frames, make_source(known, None, camera).views, camera)
-    reward = path_errors(commanded, torch.from_numpy(located.poses), metric=True)
-    between = path_errors(torch.from_numpy(located.poses), torch.from_numpy(seen.poses))
+    reward = path_errors(commanded, torch.from_numpy(located), metric=True)
+    between = path_errors(torch.from_numpy(located), torch.from_numpy(seen.poses))
     shape = "undefined" if measured["trans_sim3_rel"] is None else f"{measured['trans_sim3_rel']:.5f}"
     turns = f"{measured['rot_deg_mean']:.3f} | {reward['rot_deg_mean']:.3f} | {between['rot_deg_mean']:.3f}"
     print(f"\n| {preset} {size[0]}x{size[1]} | {turns} | {shape} | {seen.points} | {spent:.0f} |")

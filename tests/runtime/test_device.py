@@ -268,9 +268,6 @@ def test_every_function_works_on_the_cpu(tmp_path: Path) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         with device_api.autocast(CPU, dtype):
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
-    with device_api.profiler(CPU, tmp_path):
-        torch.ones(2).sum()
-    assert list(tmp_path.glob("*.json"))
     memory = device_api.memory(CPU)
     assert 0 < memory["allocated"] <= memory["peak"] < memory["total"]
 
@@ -335,7 +332,6 @@ def observe_npu() -> dict[str, Any]:
     torch._register_device_module("npu", npu)
     sys.modules["torch_npu"] = library
     os.environ["LOCAL_RANK"] = "3"
-    library.profiler = mock.Mock()  # type: ignore[attr-defined]
 
     device = device_api.resolve()
     seen: dict[str, Any] = {"device": str(device), "line": device_api.describe(device)}
@@ -384,8 +380,6 @@ def observe_npu() -> dict[str, Any]:
     seen["backend"] = device_api.process_group_backend(device)
     with device_api.autocast(device):
         seen["autocast"] = (torch.is_autocast_enabled("npu"), torch.get_autocast_dtype("npu"))
-    device_api.profiler(device, "traces")
-    seen["profiler"] = str(library.profiler.mock_calls)
     return seen
 
 
@@ -424,8 +418,6 @@ def test_the_npus_module_is_called_for_this_ranks_device(npu: dict[str, Any]) ->
     assert npu["answers"] == (True, ("native", "_native_npu"), {})
     assert npu["backend"] == "cpu:gloo,npu:hccl"
     assert npu["autocast"] == (True, torch.bfloat16)
-    assert "tensorboard_trace_handler('traces')" in npu["profiler"]
-    assert "ProfilerActivity.NPU" in npu["profiler"]
 
 
 class Moved(torch.nn.Linear):

@@ -37,15 +37,6 @@ class MappedView:
         return len(self.xyz)
 
 
-@dataclasses.dataclass(frozen=True)
-class Located:
-    """Camera poses of F pictures."""
-
-    poses: Floats  # (F, 4, 4) float64 OpenCV camera-to-world in metres; NaN where not located
-    # (F,) int64 distinct features that agree with the best pose, also where they are fewer than `GATE`
-    inliers: NDArray[np.int64]
-
-
 def camera_matrix(intrinsics: Sequence[float]) -> Floats:
     """Return OpenCV's (3, 3) camera matrix of fx, fy, cx, cy in pixels.
 
@@ -57,8 +48,8 @@ def camera_matrix(intrinsics: Sequence[float]) -> Floats:
 
 def locate_video(
     pictures: NDArray[np.uint8], frames: Sequence[int], views: Sequence[MappedView], camera: Floats
-) -> Located:
-    """Locate every picture of a video independently.
+) -> Floats:
+    """Return the camera-to-world poses (F, 4, 4) float64 in metres of a video's pictures, NaN where not located.
 
     Args:
         pictures: (F, h, w) grey.
@@ -66,8 +57,8 @@ def locate_video(
         views: the anchors.
         camera: (3, 3) from `camera_matrix`.
     """
-    found = [locate(find_features(p), frame, views, camera) for p, frame in zip(pictures, frames, strict=True)]
-    return Located(np.stack([pose for pose, _ in found]), np.array([inliers for _, inliers in found], np.int64))
+    placing = (locate(find_features(p), frame, views, camera) for p, frame in zip(pictures, frames, strict=True))
+    return np.stack([pose for pose, _ in placing])
 
 
 def locate(features: Features, frame: int, views: Sequence[MappedView], camera: Floats) -> tuple[Floats, int]:

@@ -27,7 +27,7 @@ from torch import Tensor
 from flow_grpo.maths.poses import rot_err, trans_err
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.camera.anchors import PosedFrames, Source, make_source
-from flow_grpo.rewards.camera.pnp import Located, camera_matrix, locate_video
+from flow_grpo.rewards.camera.pnp import camera_matrix, locate_video
 from flow_grpo.rewards.camera.unposed import make_unposed_source
 from flow_grpo.rewards.frames import frame_numbers, frame_weights, grey_frames
 from flow_grpo.rewards.process_pool import CallPool, Outcome, usable_cores
@@ -198,9 +198,9 @@ class PoseMeasurer:
         return [found[key] for key in keys]
 
 
-def _errors(source: Source, condition: Condition, frames: Sequence[int], found: Located) -> PoseErrors:
+def _errors(source: Source, condition: Condition, frames: Sequence[int], found: NDArray[np.float64]) -> PoseErrors:
     path, visible = condition.need_poses(), torch.from_numpy(source.visible)
-    errors = compare(path[list(frames)], torch.from_numpy(found.poses), path, visible, frames)
+    errors = compare(path[list(frames)], torch.from_numpy(found), path, visible, frames)
     return dataclasses.replace(errors, metric=source.metric)
 
 

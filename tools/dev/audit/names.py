@@ -1,8 +1,8 @@
 """Finds the torch_npu names that this project uses, and checks them and their arguments against a wheel.
 
 Uses are found in the source: `torch_npu.x`, `torch.npu.x`, the vendor-neutral forms of `flow_grpo/runtime/device.py`
-(`_module(kind).x`, `getattr(torch, kind).x`, `sys.modules["torch_npu"].x`), and local variables bound to any of these.
-Where the vendor is chosen at run time, the NPU is assumed.
+(`_module(kind).x`, `getattr(torch, kind).x`), and local variables bound to any of these. Where the vendor is chosen at
+run time, the NPU is assumed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tools.dev.audit.wheel import Definition, Wheel
+from tools.dev.audit.wheel import Definition, Wheel, signature_of
 
 VENDOR = ("torch_npu", "torch.npu")
 BACKEND = "hccl"
@@ -80,12 +80,12 @@ def _check(wheel: Wheel, use: Use) -> UnknownName:
         return UnknownName("name", "fail", use.name, text)
     if use.arguments is None:
         return UnknownName("name", "ok", use.name, f"{found.kind} in {found.module}")
-    return _check_call(wheel, use, found)
+    return _check_call(use, found)
 
 
-def _check_call(wheel: Wheel, use: Use, found: Definition) -> UnknownName:
+def _check_call(use: Use, found: Definition) -> UnknownName:
     called = f"{use.name}({', '.join(['_'] * (use.arguments or 0) + [f'{word}=_' for word in use.keywords])})"
-    signature = wheel.signature(found)
+    signature = signature_of(found)
     if signature is None:
         text = f"called in {use.place}, but its arguments cannot be read ({found.kind} in {found.module}): look at it"
         return UnknownName("name", "warn", called, text)
@@ -142,31 +142,18 @@ class _Scope:
         if isinstance(node, ast.Attribute):
             owner = self._name(node.value)
             return f"{owner}.{node.attr}" if owner else ""
-        if isinstance(node, ast.IfExp):
-            return next((name for name in map(self._name, (node.body, node.orelse)) if name.startswith(VENDOR)), "")
-        if isinstance(node, ast.Subscript):
-            return _loaded(ast.unparse(node.value) == "sys.modules", node.slice)
         return self._named_by_call(node) if isinstance(node, ast.Call) and node.args else ""
 
     def _named_by_call(self, node: ast.Call) -> str:
         function, first = ast.unparse(node.func), node.args[0]
-        if function == "_module":
-            chosen = _chosen(first)
-            return f"torch.{chosen}" if chosen else ""
-        if function == "getattr":
-            owner, chosen = self._name(first), _chosen(node.args[1])
-            return f"{owner}.{chosen}" if owner and chosen else ""
-        return _loaded(function.endswith("import_module"), first)
-
-
-def _loaded(by_name: bool, name: ast.expr) -> str:
-    return "torch_npu" if by_name and isinstance(name, ast.Constant) and name.value == "torch_npu" else ""
+        if function in ("_module", "getattr"):
+            owner, chosen = ("torch", first) if function == "_module" else (self._name(first), node.args[1])
+            return f"{owner}.{_chosen(chosen)}" if owner and _chosen(chosen) else ""
+        return _chosen(first) if function.endswith("import_module") else ""
 
 
 def _chosen(node: ast.expr) -> str:
     if isinstance(node, ast.Constant):
         return str(node.value)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "upper":
-        return _chosen(node.func.value).upper()
     named = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
     return "npu" if named in ("type", "kind") else ""

@@ -30,7 +30,7 @@ class UnreadableWheelError(ValueError):
 class Definition:
     """What a name in the wheel refers to."""
 
-    kind: str  # "module", "function", "class", "instance" (of class `node`), "value" or "binary" (a compiled module)
+    kind: str  # "module", "function", "class", "instance" (of class `node`) or "value"
     node: ast.AST | None  # its syntax tree, if it has one
     module: str  # dotted name of the module that defines it
 
@@ -69,15 +69,6 @@ class Wheel:
         first, *rest = dotted.split(".")
         return self._walk(Definition("module", None, first) if first == ROOT else None, rest)
 
-    def signature(self, found: Definition) -> inspect.Signature | None:
-        """Return the call signature of a function or class, or None if the sources do not define one."""
-        node = found.node
-        if found.kind == "class" and isinstance(node, ast.ClassDef):
-            made = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
-            whole = _signature(made[0].args) if made else None
-            return whole and whole.replace(parameters=list(whole.parameters.values())[1:])  # without self
-        return _signature(node.args) if isinstance(node, ast.FunctionDef) else None
-
     @functools.cached_property
     def _binaries(self) -> list[bytes]:
         return [self._archive.read(file) for file in sorted(self._files) if file.endswith(".so")]
@@ -105,12 +96,13 @@ class Wheel:
         return found
 
     def _member(self, owner: Definition, name: str) -> Definition | None:
-        if owner.kind == "binary":
-            return owner if self.mentions(name) else None
         if owner.kind == "module":
             return self._in_module(owner.module, name, _DEPTH)
-        if isinstance(owner.node, ast.ClassDef):
-            return _in_class(owner, owner.node, name)
+        # The attributes of `torch.npu.config` and the like are those that the class's `__setattr__` knows.
+        for method in owner.node.body if isinstance(owner.node, ast.ClassDef) else ():
+            known = {n.value for n in ast.walk(method) if isinstance(n, ast.Constant)}
+            if isinstance(method, ast.FunctionDef) and method.name == "__setattr__" and name in known:
+                return Definition("value", method, owner.module)
         return None
 
     def _in_module(self, module: str, name: str, depth: int) -> Definition | None:
@@ -119,14 +111,7 @@ class Wheel:
             found = self._by_statement(module, statement, name, depth)
             if found is not None:
                 return found
-        return self._module(f"{module}.{name}")
-
-    def _module(self, dotted: str) -> Definition | None:
-        if dotted in self._sources:
-            return Definition("module", None, dotted)
-        stem = dotted.replace(".", "/")
-        compiled = any(file.startswith(f"{stem}.") and file.endswith(".so") for file in self._files)
-        return Definition("binary", None, dotted) if compiled else None
+        return Definition("module", None, f"{module}.{name}") if f"{module}.{name}" in self._sources else None
 
     def _by_statement(self, module: str, statement: ast.stmt, name: str, depth: int) -> Definition | None:
         if isinstance(statement, ast.FunctionDef | ast.ClassDef) and statement.name == name:
@@ -150,12 +135,7 @@ class Wheel:
             public = {n.value for one in listed for n in ast.walk(one) if isinstance(n, ast.Constant)}
             if "*" not in names or (name not in public if listed else name.startswith("_")):
                 return None
-        original = names.get(name, name)
-        # One binary can define several modules.
-        compiled = self._module(source) or self._module(source.rpartition(".")[0])
-        if compiled is None or compiled.kind == "module":
-            return self._in_module(source, original, depth - 1)
-        return self._member(compiled, original)
+        return self._in_module(source, names.get(name, name), depth - 1)
 
     def _assigned(self, module: str, value: ast.expr, depth: int) -> Definition:
         """Resolve the value of `name = value`: another name's definition, an instance of a class, or a plain value."""
@@ -187,20 +167,6 @@ def _flat(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _flat(block)
 
 
-def _in_class(owner: Definition, node: ast.ClassDef, name: str) -> Definition | None:
-    """Return a method, or an attribute that the class body assigns or `__setattr__` names."""
-    for statement in node.body:
-        if isinstance(statement, ast.FunctionDef) and statement.name == name:
-            return Definition("method", statement, owner.module)
-        if isinstance(statement, ast.FunctionDef) and statement.name == "__setattr__":
-            known = {n.value for n in ast.walk(statement) if isinstance(n, ast.Constant)}
-            if name in known:
-                return Definition("value", statement, owner.module)
-        if isinstance(statement, ast.Assign) and any(ast.unparse(target) == name for target in statement.targets):
-            return Definition("value", statement, owner.module)
-    return None
-
-
 class _Source(str):
     """Source text of a default value; its repr is the text itself."""
 
@@ -208,9 +174,11 @@ class _Source(str):
     __repr__ = str.__str__
 
 
-def _signature(arguments: ast.arguments) -> inspect.Signature:
-    """Return the signature, with the source text of each default in place of its value; nothing is evaluated."""
-    kinds = inspect.Parameter
+def signature_of(found: Definition) -> inspect.Signature | None:
+    """Return the signature of a function, with the source text of each default in place of its value; else None."""
+    if not isinstance(found.node, ast.FunctionDef):
+        return None
+    arguments, kinds = found.node.args, inspect.Parameter
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults: list[ast.expr | None] = [*arguments.kw_defaults]
     rows = [(argument, kinds.POSITIONAL_OR_KEYWORD) for argument in positional]
