@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from flow_grpo.cost.footprint import peak_bytes
+from flow_grpo.cost.footprint import Latents, peak_bytes
 from flow_grpo.models.fake_policy import FakePolicy
 from flow_grpo.settings.schema import Config, ModelConfig
 
@@ -22,7 +22,7 @@ _BESIDE_BF16 = {"fp32": 0.06, "tf32": 0.19, "bf16": 0.29}
 class CodecCost:
     """Operations of encoding and of decoding one video."""
 
-    latents: tuple[int, int, int, int]  # (C, F, H, W) of it
+    latents: Latents  # of it
     encode_flops: float
     decode_flops: float
 
@@ -32,7 +32,7 @@ def codec_cost(model: ModelConfig, size: tuple[int, int, int]) -> CodecCost:
     return _codec_cost(settings_of(model, "kind", "path"), size)
 
 
-def decoding_peak(model: ModelConfig, latents: tuple[int, int, int, int], rows: int) -> float:
+def decoding_peak(model: ModelConfig, latents: Latents, rows: int) -> float:
     """Return the peak bytes of decoding a batch of so many videos, weights left out; counted once."""
     return _decoding_peak(settings_of(model, "kind", "path", "vae_slicing", "vae_dtype"), latents, rows)
 
@@ -72,7 +72,7 @@ def _codec_cost(model: ModelConfig, size: tuple[int, int, int]) -> CodecCost:
 
 
 @functools.cache
-def _decoding_peak(model: ModelConfig, latents: tuple[int, int, int, int], rows: int) -> float:
+def _decoding_peak(model: ModelConfig, latents: Latents, rows: int) -> float:
     policy = FakePolicy(dataclasses.replace(Config(), model=model))
     channels, frames, height, width = latents
     counted = min(frames, 3)

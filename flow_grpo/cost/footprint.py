@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,10 @@ from flow_grpo.models.fake_policy import fake_transformer
 from flow_grpo.models.networks.recomputation import set_checkpointing
 from flow_grpo.models.video_model import VideoModel
 from flow_grpo.runtime import device as device_api
+from flow_grpo.runtime.device import DTYPES
 from flow_grpo.settings.schema import ModelConfig
+
+Latents: TypeAlias = tuple[int, int, int, int]  # (C, F, H, W) of one video
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,41 +44,28 @@ class Footprint:
 
 
 def footprint(
-    video_model: VideoModel,
-    config: Mapping[str, Any],
-    latent_shape: tuple[int, int, int, int],
-    model: ModelConfig,
-    *,
-    rows: int,
-    dtype: torch.dtype,
+    video_model: VideoModel, config: Mapping[str, Any], latent_shape: Latents, model: ModelConfig, *, rows: int
 ) -> Footprint:
     """Return the costs of a transformer with a configuration such as `WAN_1_3B`, for (C, F, H, W) of the target.
 
     LoRA is counted as training the base weights, which saves the same inputs for the backward, plus the adapters' own
-    activations and parameters. `model` has training mode, checkpointing (of which "auto" counts as "blocks") and prompt
-    length, `dtype` is that of frozen weights and autocast.
+    activations and parameters. `model` has training mode, checkpointing (of which "auto" counts as "blocks"), prompt
+    length, and the dtype of frozen weights and autocast.
     """
-    one, two = (
-        count_network(video_model, {**config, "num_layers": n}, latent_shape, model, rows, dtype) for n in (1, 2)
-    )
+    one, two = (count_network(video_model, {**config, "num_layers": n}, latent_shape, model, rows) for n in (1, 2))
     total = {name: first + (config["num_layers"] - 1) * (two[name] - first) for name, first in one.items()}
     # Transient tensors do not outlive their block: one stands for all, the first of two, as the last may do less.
     return Footprint(**(total | {name: two[name] for name in ("block_bytes", "forward_bytes")}))
 
 
 def count_network(
-    video_model: VideoModel,
-    config: Mapping[str, Any],
-    latent_shape: tuple[int, int, int, int],
-    model: ModelConfig,
-    rows: int,
-    dtype: torch.dtype,
+    video_model: VideoModel, config: Mapping[str, Any], latent_shape: Latents, model: ModelConfig, rows: int
 ) -> dict[str, int]:
     """Return the fields of `Footprint` by name, counted on the whole network."""
     layers = config["num_layers"]
     tokens = video_model.tokens(latent_shape, config["patch_size"])
     with FakeTensorMode():
-        network, adapted, call = _fake_call(video_model, config, latent_shape, model, rows, dtype)
+        network, adapted, call = _fake_call(video_model, config, latent_shape, model, rows)
 
         def forward() -> None:
             with torch.no_grad():
@@ -91,7 +81,7 @@ def count_network(
         kept = saved_bytes(network, call)
         update_bytes = peak_bytes(forward_and_backward, network)
     learned = sum(p.numel() for p in network.parameters() if p.requires_grad)
-    narrow = len(adapted) * rows * tokens * model.lora_rank * dtype.itemsize
+    narrow = len(adapted) * rows * tokens * model.lora_rank * DTYPES[model.dtype].itemsize
     for linear in adapted:
         learned += model.lora_rank * (linear.in_features + linear.out_features) - linear.weight.numel()
     return {
@@ -107,27 +97,23 @@ def count_network(
 
 
 def forward_flops(
-    video_model: VideoModel, config: Mapping[str, Any], latent_shape: tuple[int, int, int, int], prompt_tokens: int
+    video_model: VideoModel, config: Mapping[str, Any], latent_shape: Latents, prompt_tokens: int
 ) -> float:
     """Return the operations of a forward on one row, adapters left out; arguments as in `footprint`."""
-    model = ModelConfig(trained="full", max_prompt_tokens=prompt_tokens)
+    model = ModelConfig(dtype="fp32", trained="full", max_prompt_tokens=prompt_tokens)
     counts = []
     for blocks in (1, 2):
         with FakeTensorMode(), torch.no_grad():
             small = {**config, "num_layers": blocks}
-            counts.append(_operations(_fake_call(video_model, small, latent_shape, model, 1, torch.float32)[2])[0])
+            counts.append(_operations(_fake_call(video_model, small, latent_shape, model, 1)[2])[0])
     return float(counts[0] + (config["num_layers"] - 1) * (counts[1] - counts[0]))
 
 
 def _fake_call(
-    video_model: VideoModel,
-    config: Mapping[str, Any],
-    latent_shape: tuple[int, int, int, int],
-    model: ModelConfig,
-    rows: int,
-    dtype: torch.dtype,
+    video_model: VideoModel, config: Mapping[str, Any], latent_shape: Latents, model: ModelConfig, rows: int
 ) -> tuple[Any, list[nn.Linear], Callable[[], Tensor]]:
     """Return a transformer, its layers that are adapted, and its call, inside a `FakeTensorMode`."""
+    dtype = DTYPES[model.dtype]
     network, adapted = fake_transformer(video_model, config, dtype, model)
     latents, timesteps = torch.empty(rows, *latent_shape), torch.empty(rows)
     prompts = torch.empty(rows, model.max_prompt_tokens, config["text_dim"])

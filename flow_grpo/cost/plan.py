@@ -17,7 +17,7 @@ from typing import Any
 from safetensors import safe_open
 
 from flow_grpo.cost.codec_cost import codec_cost, decoding_peak, rate_beside_transformer, settings_of
-from flow_grpo.cost.footprint import Footprint, footprint, forward_flops
+from flow_grpo.cost.footprint import Footprint, Latents, footprint, forward_flops
 from flow_grpo.models.fake_policy import transformer_config
 from flow_grpo.models.registry import is_video_model, video_model
 from flow_grpo.runtime.device import DTYPES
@@ -162,16 +162,15 @@ def flops_of_rows(config: Config) -> Callable[[tuple[int, ...]], float] | None:
 
 
 # Counting runs the networks' code on fake tensors, which takes seconds: plans of one recipe differ in arithmetic only.
-def _counted(model: ModelConfig, latents: tuple[int, int, int, int], rows: int) -> Footprint:
+def _counted(model: ModelConfig, latents: Latents, rows: int) -> Footprint:
     lora = ("lora_rank", "lora_targets", "lora_full_modules")
     names = ("kind", "path", "dtype", "trained", *lora, "checkpointing", "max_prompt_tokens")
     return _footprint(settings_of(model, *names), latents, rows)
 
 
 @functools.cache
-def _footprint(model: ModelConfig, latents: tuple[int, int, int, int], rows: int) -> Footprint:
-    own = video_model(model.kind)
-    return footprint(own, _transformer(model), latents, model, rows=rows, dtype=DTYPES[model.dtype])
+def _footprint(model: ModelConfig, latents: Latents, rows: int) -> Footprint:
+    return footprint(video_model(model.kind), _transformer(model), latents, model, rows=rows)
 
 
 def _transformer(model: ModelConfig) -> dict[str, Any]:
@@ -209,9 +208,7 @@ def rollout_calls(config: Config) -> int:
     return until + batches * (window_length(config) - 1 + (sample.tail_steps or sample.num_steps - 1 - blocks[0][-1]))
 
 
-def _sent(
-    config: Config, devices: int, counted: Footprint, latents: tuple[int, int, int, int], calls: int
-) -> dict[str, float]:
+def _sent(config: Config, devices: int, counted: Footprint, latents: Latents, calls: int) -> dict[str, float]:
     """Return the fields of `Plan` that count what is sent, in bytes; a ring is assumed where all ranks exchange."""
     sample, train, model = config.sample, config.train, config.model
     replays, extra = _replays(config), traits_of(config).forwards(config)
@@ -265,12 +262,7 @@ def tokens_sent(
 
 
 def _memory(
-    config: Config,
-    devices: int,
-    update: Footprint,
-    rollout: Footprint,
-    latents: tuple[int, int, int, int],
-    decoding: float,
+    config: Config, devices: int, update: Footprint, rollout: Footprint, latents: Latents, decoding: float
 ) -> dict[str, float]:
     """Return the fields of `Plan` that count memory, in bytes."""
     sample, model, train = config.sample, config.model, config.train

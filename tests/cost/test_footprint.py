@@ -12,6 +12,7 @@ from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.networks.recomputation import set_checkpointing
 from flow_grpo.models.recam import RECAM
 from flow_grpo.models.video_model import WAN_1_3B
+from flow_grpo.runtime.device import DTYPES
 from tests.models.test_adapters import LORA
 from tests.some import some
 
@@ -31,11 +32,11 @@ SHAPE = (4, 3, 16, 16)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "blocks"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
 @pytest.mark.parametrize("trained", some(["lora", "camera", "attention", "full"], "lora", "full"))
-def test_bytes_saved_for_the_backward_are_those_of_a_real_forward(trained, dtype, checkpointing):
-    model = dataclasses.replace(LORA, trained=trained, lora_rank=8, checkpointing=checkpointing)
-    planned = footprint(RECAM, MIDDLE, SHAPE, model, rows=2, dtype=dtype)
+def test_bytes_saved_for_the_backward_are_those_of_a_real_forward(trained, name, checkpointing):
+    model = dataclasses.replace(LORA, dtype=name, trained=trained, lora_rank=8, checkpointing=checkpointing)
+    planned, dtype = footprint(RECAM, MIDDLE, SHAPE, model, rows=2), DTYPES[name]
     network = ReCamTransformer3DModel(**MIDDLE).to(dtype)
     apply_training_mode(network, model)
     set_checkpointing(network, checkpointing)
@@ -48,8 +49,8 @@ def test_bytes_saved_for_the_backward_are_those_of_a_real_forward(trained, dtype
 
 
 def test_the_real_model_has_its_published_size_and_cost():
-    model = dataclasses.replace(LORA, lora_rank=64, checkpointing="blocks", max_prompt_tokens=512)
-    real = footprint(RECAM, WAN_1_3B, (16, 21, 60, 104), model, rows=1, dtype=torch.bfloat16)
+    model = dataclasses.replace(LORA, dtype="bf16", lora_rank=64, checkpointing="blocks", max_prompt_tokens=512)
+    real = footprint(RECAM, WAN_1_3B, (16, 21, 60, 104), model, rows=1)
     assert real.tokens == 65_520
     assert real.parameters == 1_490_420_800
     assert real.trained == pytest.approx(23.6e6 + 0.6e6, rel=0.01)
@@ -57,14 +58,14 @@ def test_the_real_model_has_its_published_size_and_cost():
     assert real.kept_bytes / 2**30 == pytest.approx(5.8, rel=0.01)  # 29.5 block boundaries of 201 MB
     assert 3 < real.block_bytes / 2**30 < 8
     whole = dataclasses.replace(model, trained="attention")
-    assert footprint(RECAM, WAN_1_3B, (16, 21, 60, 104), whole, rows=1, dtype=torch.bfloat16).trained == 354_816_000
+    assert footprint(RECAM, WAN_1_3B, (16, 21, 60, 104), whole, rows=1).trained == 354_816_000
 
 
 def test_attention_that_is_kept_costs_its_outputs_and_spares_its_operations():
-    model = dataclasses.replace(LORA, lora_rank=64, checkpointing="blocks", max_prompt_tokens=512)
+    model = dataclasses.replace(LORA, dtype="bf16", lora_rank=64, checkpointing="blocks", max_prompt_tokens=512)
     kept = dataclasses.replace(model, checkpointing="keep_attention")
     shape, tokens, width, blocks = (16, 21, 60, 104), 65_520, 1536, 29.5  # the last block asks for the target alone
-    without, found = (footprint(RECAM, WAN_1_3B, shape, one, rows=2, dtype=torch.bfloat16) for one in (model, kept))
+    without, found = (footprint(RECAM, WAN_1_3B, shape, one, rows=2) for one in (model, kept))
     outputs = 2 * blocks * 2 * tokens * width * 2  # self- and cross-attention, 2 rows, 2 bytes
     sums = 2 * blocks * 2 * tokens * 12 * 4  # and the logarithm of the softmax's denominator for 12 heads, in fp32
     assert found.kept_bytes - without.kept_bytes == outputs + sums
@@ -74,10 +75,10 @@ def test_attention_that_is_kept_costs_its_outputs_and_spares_its_operations():
 
 @pytest.mark.parametrize("trained", ["lora", "full"])
 def test_counts_for_many_blocks_are_those_of_the_network_itself(trained):
-    model = dataclasses.replace(LORA, trained=trained, checkpointing="blocks")
+    model = dataclasses.replace(LORA, dtype="bf16", trained=trained, checkpointing="blocks")
     many = MIDDLE | {"num_layers": 5}
-    planned = dataclasses.asdict(footprint(RECAM, many, SHAPE, model, rows=2, dtype=torch.bfloat16))
-    counted = count_network(RECAM, many, SHAPE, model, 2, torch.bfloat16)
+    planned = dataclasses.asdict(footprint(RECAM, many, SHAPE, model, rows=2))
+    counted = count_network(RECAM, many, SHAPE, model, 2)
     for name, value in counted.items():
         # A network also holds gradients and half-precision copies of the weights of its other blocks.
         spare = 6 * counted["parameters"] if name in ("block_bytes", "forward_bytes") else 0
@@ -86,7 +87,7 @@ def test_counts_for_many_blocks_are_those_of_the_network_itself(trained):
 
 def test_twice_the_rows_cost_twice_as_many_operations():
     model = dataclasses.replace(LORA, trained="full")
-    one, two = (footprint(RECAM, MIDDLE, SHAPE, model, rows=n, dtype=torch.float32).forward_flops for n in (1, 2))
+    one, two = (footprint(RECAM, MIDDLE, SHAPE, model, rows=n).forward_flops for n in (1, 2))
     assert two == pytest.approx(2 * one, rel=1e-6)
 
 

@@ -15,7 +15,6 @@ from flow_grpo.cost.footprint import footprint
 from flow_grpo.cost.plan import Plan, make_plan
 from flow_grpo.models.recam import RECAM
 from flow_grpo.models.video_model import WAN_1_3B
-from flow_grpo.runtime.device import DTYPES
 from flow_grpo.settings.loading import load_config
 from flow_grpo.settings.schema import Config
 from tools.device.kernels import Records, Setting, Size, VideoSize
@@ -44,9 +43,9 @@ def recipe(size: Size) -> Config:
 def count(setting: Setting) -> Records:
     """Yield (part of the report, its FLOPs and the planner's peak memory) for every video; allocates nothing."""
     size, model = setting.size, recipe(setting.size).model
-    config, dtype = transformer_config(size), DTYPES[model.dtype]
+    config = transformer_config(size)
     for video in setting.videos:
-        counted = footprint(RECAM, config, video.latent_shape, model, rows=setting.rows, dtype=dtype)
+        counted = footprint(RECAM, config, video.latent_shape, model, rows=setting.rows)
         one = counted.forward_flops
         forwards = {name: number * one for name, number in UPDATE_FORWARDS.items()}
         forwards["keep_attention"] -= counted.attention_flops

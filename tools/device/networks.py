@@ -185,8 +185,7 @@ def update(setting: Setting) -> Records:
     set_checkpointing(transformer, "keep_attention")
     yield from timed("update_keep_attention")
     model = dataclasses.replace(step.config.model, checkpointing="none")
-    sizes = transformer_config(setting.size), video.latent_shape, model
-    whole = footprint(RECAM, *sizes, rows=setting.rows, dtype=DTYPES[model.dtype])
+    whole = footprint(RECAM, transformer_config(setting.size), video.latent_shape, model, rows=setting.rows)
     needed = (whole.kept_bytes + whole.block_bytes) / 2**30
     if needed < 0.8 * device_api.memory(setting.device).get("total", 0.0):
         set_checkpointing(transformer, "none")
