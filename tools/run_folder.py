@@ -68,17 +68,6 @@ class Summary:
 
 
 @dataclasses.dataclass(frozen=True)
-class VideoPanel:
-    """A part of a video's picture, in pixels: "source", "base", "now", "true view" or "copy 1"."""
-
-    name: str
-    x: int
-    y: int
-    width: int
-    height: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Paths:
     """Camera centres in metres, x right, y down, z forward; None for a frame without an estimate."""
 
@@ -93,7 +82,7 @@ class IndexedVideo:
     file: str
     step: int
     kind: str = ""
-    panels: list[VideoPanel] = dataclasses.field(default_factory=list)
+    panels: list[video_index.Box] = dataclasses.field(default_factory=list)
     scene: str = ""
     camera: str = ""
     preset: str = ""

@@ -80,5 +80,5 @@ def _last(videos: Path, line: Line, *names: str) -> Image.Image | None:
     if not box or not frames:
         return None
     (frame,) = frames
-    part = Image.fromarray(frame[box["y"] : box["y"] + box["height"], box["x"] : box["x"] + box["width"]])
+    part = Image.fromarray(box.cut(frame))
     return part.resize((round(part.width * ROWS / part.height), ROWS), Image.Resampling.LANCZOS)

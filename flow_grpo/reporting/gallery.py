@@ -124,13 +124,11 @@ class Gallery:
             if box is None:
                 continue
             wanted = clip.panels[NOW].shape[1:]
-            # Each pixel is read from the middle of its enlargement.
             factor = enlargement(wanted[1])
-            rows = slice(box["y"] + factor // 2, box["y"] + box["height"], factor)
-            columns = slice(box["x"] + factor // 2, box["x"] + box["width"], factor)
+            middle = slice(factor // 2, None, factor)  # of each pixel's enlargement
             try:
-                frames = [torch.from_numpy(frame[rows, columns]) for frame in read_frames(self.videos / line["file"])]
-                found = rearrange(torch.stack(frames), "t y x c -> c t y x")
+                frames = [torch.from_numpy(box.cut(frame)) for frame in read_frames(self.videos / line["file"])]
+                found = rearrange(torch.stack(frames)[:, middle, middle], "t y x c -> c t y x")
             except (OSError, av.FFmpegError) as error:
                 _log.warning("%s cannot be read, the base is not shown: %s", line["file"], error)
                 return None, {}

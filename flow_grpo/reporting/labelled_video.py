@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flow_grpo.reporting.drawing.path_sketch import sketch
 from flow_grpo.reporting.drawing.style import GROUND, SOFT, TEXT, font
+from flow_grpo.reporting.video_index import Box
 
 LEAST_ROWS = 240  # pixels of a panel: smaller videos are enlarged by a whole factor
 LEAST_SECONDS = 2.0  # of a file: a clip of a few frames is shown slowly
@@ -31,17 +32,6 @@ class Panel:
     name: str  # label, such as "now"
     video: Tensor  # (3, T, rows, columns) uint8, all panels alike
     note: str = ""  # text after the name, where there is room for it
-
-
-@dataclasses.dataclass(frozen=True)
-class Box:
-    """Where a panel is within the whole picture, in pixels; fields as in `videos/index.jsonl`."""
-
-    name: str
-    x: int
-    y: int
-    width: int
-    height: int
 
 
 def draw_labelled(panels: Sequence[Panel], caption: Sequence[str], poses: Tensor | None) -> tuple[Tensor, list[Box]]:
@@ -73,7 +63,7 @@ def draw_labelled(panels: Sequence[Panel], caption: Sequence[str], poses: Tensor
     made = np.broadcast_to(np.asarray(ground), (count, height, width, 3)).copy()
     for panel, box in zip(panels, boxes, strict=True):
         large = rearrange(panel.video, "c t h w -> t h w c").numpy().repeat(factor, axis=1).repeat(factor, axis=2)
-        made[:, box.y : box.y + box.height, box.x : box.x + box.width] = large
+        box.cut(made)[:] = large
     if poses is not None:
         for frame, picture in zip(made, sketch(poses, corner), strict=True):
             part = frame[below : below + corner, width - GAP - corner : width - GAP]

@@ -13,6 +13,7 @@ is there where an estimator has located the frames.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,21 @@ from flow_grpo.runtime.atomic_file import write_atomically
 
 NAME = "index.jsonl"
 Line = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    """Where a panel is within the whole picture, in pixels."""
+
+    name: str
+    x: int
+    y: int
+    width: int
+    height: int
+
+    def cut(self, picture: Any) -> Any:
+        """Return the panel of a picture, whose last three dimensions are rows, columns and colours."""
+        return picture[..., self.y : self.y + self.height, self.x : self.x + self.width, :]
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -51,10 +67,10 @@ def cut(folder: Path, resumed_step: int | None) -> None:
         _write(folder, kept)
 
 
-def panel(line: Line, *names: str) -> dict[str, Any] | None:
+def panel(line: Line, *names: str) -> Box | None:
     """Return a line's panel of the first of these names that it has, or None."""
     found = {panel["name"]: panel for panel in line["panels"]}
-    return next((found[name] for name in names if name in found), None)
+    return next((Box(**found[name]) for name in names if name in found), None)
 
 
 def _write(folder: Path, lines: list[Any]) -> None:

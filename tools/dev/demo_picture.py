@@ -44,8 +44,8 @@ def panel(run: Path, line: Line, frames: int, *names: str) -> Tensor:
     box = video_index.panel(line, *names)
     if box is None:
         raise ValueError(f"{run}/videos/{line['file']} has no panel {names[0]!r}; give runs on videos with a true view")
-    video = read_video(run / "videos" / line["file"], num_frames=frames).permute(1, 2, 3, 0)
-    return video[:, box["y"] : box["y"] + box["height"], box["x"] : box["x"] + box["width"]]
+    found: Tensor = box.cut(read_video(run / "videos" / line["file"], num_frames=frames).permute(1, 2, 3, 0))
+    return found
 
 
 def strips(runs: Sequence[Path], rows: int, frames: int) -> list[list[Tensor]]:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import av
 
-from tools.run_folder import VIDEOS, IndexedVideo, Run, VideoPanel
+from flow_grpo.reporting.video_index import Box
+from tools.run_folder import VIDEOS, IndexedVideo, Run
 from tools.run_report.words import number, pair
 
 KINDS = {"best": "improved most", "worst": "improved least", "eval": "held-out condition"}
@@ -41,7 +42,7 @@ class PageVideo:
 
     @property
     def panels(self) -> list[dict[str, object]]:
-        whole = VideoPanel("", 0, 0, self.width, self.height)
+        whole = Box("", 0, 0, self.width, self.height)
         return [dataclasses.asdict(panel) for panel in self.video.panels or [whole]]
 
 
