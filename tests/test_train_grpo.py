@@ -30,7 +30,7 @@ from flow_grpo.run.assemble import assemble
 from flow_grpo.run.command_line import read_command_line
 from flow_grpo.run.trainer import Trainer
 from flow_grpo.runtime.checkpoints import checkpoint, state_files
-from flow_grpo.runtime.checkpoints.sharded_state import join_shards
+from flow_grpo.runtime.checkpoints.state_files import join_shards
 from flow_grpo.runtime.ranks.process_group import InputError, World
 from flow_grpo.runtime.ranks.start_up import raise_on_all_ranks
 from flow_grpo.runtime.video_file import write_video

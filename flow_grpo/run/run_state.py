@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,17 @@ from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints import checkpoint, saving
 from flow_grpo.runtime.checkpoints.moments import load_moments, moments_by_place
 from flow_grpo.runtime.checkpoints.saving import Saving
-from flow_grpo.runtime.checkpoints.sharded_state import join_shards
-from flow_grpo.runtime.checkpoints.state_files import map_tensors
+from flow_grpo.runtime.checkpoints.state_files import join_shards, map_tensors
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.sharding import is_sharded, local, part_like
 from flow_grpo.runtime.tensor_store import weights_key
 from flow_grpo.settings.errors import refusal
+
+# Fields of `RunState` that are saved as they are, under their names.
+PLAIN = (
+    *("finished", "train_seconds", "forward_equivalents", "before", "floor", "measured_on", "fixed", "fixed_on"),
+    *("broken", "shortages"),
+)
 
 
 @dataclasses.dataclass
@@ -41,6 +47,7 @@ class RunState:
     identity: dict[str, str]  # fingerprints of the model and data that a checkpoint belongs to
     finished: int = 0  # epochs
     train_seconds: float = 0.0  # for `max_minutes`: epochs and the evaluations between them, of all starts
+    counted_until: float = dataclasses.field(default=0.0, compare=False)  # where these end, in this process
     forward_equivalents: float = 0.0  # work of the finished epochs over all ranks, see `ForwardCount`
     before: dict[str, float] | None = None  # held-out metrics before training, None until measured
     table_before: Table | None = None  # the same by condition; also None from an earlier version's checkpoint
@@ -56,22 +63,22 @@ class RunState:
     shortages: list[int] = dataclasses.field(default_factory=list)
     history: UpdateHistory = dataclasses.field(default_factory=UpdateHistory)  # of the optimizer steps
 
+    def start_training(self) -> None:
+        """Count what follows as training, and what came since the last count as none."""
+        self.counted_until = time.perf_counter()
+
+    def count_training(self) -> None:
+        """Add the seconds since the last count to those of training."""
+        now = time.perf_counter()
+        self.train_seconds, self.counted_until = self.train_seconds + now - self.counted_until, now
+
     def save(self, folder: Path, *, keep: int, world: World, score: float | None = None) -> Saving:
         """Begin to write a checkpoint of the finished epochs (collective call). `score` as for `saving.begin`."""
         state: dict[str, Any] = {
+            **{name: getattr(self, name) for name in PLAIN},
             "sampler": self.sampler.state_dict(),  # the same on every rank
-            "finished": self.finished,
-            "train_seconds": self.train_seconds,
-            "forward_equivalents": self.forward_equivalents,
-            "before": self.before,
             "before_rows": None if self.table_before is None else self.table_before.rows(),
-            "floor": self.floor,
-            "measured_on": self.measured_on,
-            "fixed": self.fixed,
-            "fixed_on": self.fixed_on,
             "tail": vars(self.tail),
-            "broken": self.broken,
-            "shortages": self.shortages,
             "bad_steps": self.history.bad_steps,
             "grad_norms": self.history.norms,
             "steps_taken": self.history.taken,
@@ -131,20 +138,17 @@ class RunState:
             self.ema.load_state_dict(learned["ema"])
         if found.per_rank is not None:
             device_api.set_rng_state(self.device, found.per_rank["random"])
-        self.shortages = list(state["shortages"])
-        # Not, or not all, in checkpoints of earlier versions:
-        rows, self.measured_on = state.get("before_rows"), state.get("measured_on", {})
+        # Not all are in checkpoints of earlier versions.
+        for name in PLAIN:
+            setattr(self, name, state.get(name, getattr(self, name)))
+        rows, tail = state.get("before_rows"), state.get("tail")
         self.table_before = None if rows is None else Table.of_rows(rows)
-        self.fixed, self.fixed_on = state.get("fixed", {}), state.get("fixed_on", "")
-        self.broken, tail = state.get("broken", ""), state.get("tail")
         self.tail = TailRecord(tail["fingerprint"], tail["forwards"], tail["values"]) if tail else TailRecord()
-        self.floor, self.forward_equivalents = state.get("floor", {}), state.get("forward_equivalents", 0.0)
         self.history = UpdateHistory(
             taken=state.get("steps_taken", 0),
             norms=list(state.get("grad_norms", ())),
             bad_steps=list(state.get("bad_steps", ())),
         )
-        self.finished, self.train_seconds, self.before = state["finished"], state["train_seconds"], state["before"]
 
     def match_evaluation(self, now: Mapping[str, str | float], *, own: bool) -> None:
         """Keep the held-out metrics "before" only where those "after", measured on `now`, will be measured alike.

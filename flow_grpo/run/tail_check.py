@@ -76,7 +76,7 @@ def ask_if_due(trainer: Trainer, batch: ScoredBatch) -> None:
     if not can_ask(trainer) or (seen >= FEW_GROUPS and record.forwards > SHARE * trainer.state.forward_equivalents):
         return
     begun, _ = trainer.forwards.since_mark()
-    with trainer.clock.epoch.phase("tail_check"):
+    with trainer.clock.phase("tail_check"):
         record.add(finish_by_all_steps(trainer.collector, batch, trainer.device))
     (spent,) = world.data.all_gather_scalars({"own": trainer.forwards.since_mark()[0] - begun}).values()
     record.forwards += float(spent.sum())

@@ -43,13 +43,12 @@ from flow_grpo.reporting.gallery import Gallery
 from flow_grpo.reporting.tracker import Tracker
 from flow_grpo.run import tail_check
 from flow_grpo.run.conclusion import alarm, conclude, rings
-from flow_grpo.run.run_clock import RunClock
 from flow_grpo.run.run_state import RunState
 from flow_grpo.run.saver import Saver
 from flow_grpo.run.starts import CONFIG, begin, going_on
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
-from flow_grpo.runtime.clock import Ledger
+from flow_grpo.runtime.clock import Clock, Ledger
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import InputError, RankError, World
 from flow_grpo.runtime.ranks.start_up import refuse
@@ -84,7 +83,8 @@ class Trainer:
     ledger: Ledger = dataclasses.field(default_factory=Ledger)  # seconds outside of epochs
 
     def __post_init__(self) -> None:
-        self.clock = RunClock(self.device, self.state)
+        self.clock = Clock(self.device)  # of the epoch in progress
+        self.state.start_training()
         self.saver = Saver(
             self.state, self.run_folder / "checkpoints", self.config.checkpoint.keep, self.world, is_saved=self.from_own
         )
@@ -157,7 +157,7 @@ class Trainer:
 
     def epochs(self) -> Iterator[int]:
         """Yield the remaining epochs until the configured time is used up or a signal asks to end."""
-        self.clock.start_training()
+        self.state.start_training()
         if self.state.finished >= self.config.num_epochs > 0:
             self.progress.say(
                 f"nothing left to train after epoch {self.state.finished}, a larger --config.num_epochs goes on: "
@@ -176,13 +176,13 @@ class Trainer:
                 begin(self.run_folder)
             self.tracker.begin()
             self.ledger.book("time/log_s")
-            self.clock.begin_epoch()
+            self.clock = Clock(self.device)
             self.metrics = {}
             self.forwards.mark()
             self.world.sent.clear()
             device_api.reset_peak_memory(self.device)
             yield epoch
-            self.clock.count_training()
+            self.state.count_training()
 
     def sample(self) -> tuple[ScoredBatch, ...]:
         """Roll out and score this rank's samples of the next epoch."""
@@ -241,7 +241,7 @@ class Trainer:
         plan = self.updater.plan(batch, epoch)
         self.progress.start_update(plan.passes)
         probe = self.config.debug or self._evaluation_is_due(epoch + 1)
-        with self.clock.epoch.phase("update"):
+        with self.clock.phase("update"):
             self.metrics |= self.updater.run(batch, plan, self.state.history, probe=probe)
         check_averaged(self.state.history.norms, self.world)
 
@@ -253,7 +253,7 @@ class Trainer:
     def log(self, batches: Sequence[ScoredBatch]) -> None:
         """Record the finished epoch's metrics and, when due, videos of its samples."""
         step, every = self.state.finished, self.config.log_videos_every
-        self.metrics |= self.clock.epoch.metrics() | self.ledger.take()
+        self.metrics |= self.clock.metrics() | self.ledger.take()
         self.ledger.since()  # the epoch's own
         seconds = self.metrics["time/epoch_s"]
         rounds = 1 + self.metrics.get("dyn/resample_rounds", 0.0)
@@ -405,18 +405,18 @@ class Trainer:
     def _begin_saving(self) -> None:
         if self.saver.is_due:
             self.saver.wait()
-            self.clock.count_training()
+            self.state.count_training()
             self.saver.begin(self._score())
-            self.clock.start_training()  # copying does not count as training
+            self.state.start_training()  # copying does not count as training
 
     def _collect(self, phase: str) -> tuple[ScoredBatch, ...]:
-        return self.collector.collect(self.clock.epoch, lambda: self.world.sync_errors(phase))
+        return self.collector.collect(self.clock, lambda: self.world.sync_errors(phase))
 
     def _gather(self, batches: Sequence[ScoredBatch]) -> Gathered:
         sample = self.config.sample
         for line in compare.failures(batches, self.collector.rewards.weights):
             self.progress.say(line)
-        with self.clock.epoch.phase("gather"):
+        with self.clock.phase("gather"):
             gathered = compare.gather(batches, self.world)
         if self.config.debug:
             compare.show_gathered(batches, gathered, sample, self.world, self.reward.weights)

@@ -9,8 +9,7 @@ from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.models.adapters import Ema
 from flow_grpo.run.run_state import RunState
 from flow_grpo.runtime.checkpoints import state_files
-from flow_grpo.runtime.checkpoints.sharded_state import join_shards
-from flow_grpo.runtime.checkpoints.state_files import map_tensors
+from flow_grpo.runtime.checkpoints.state_files import join_shards, map_tensors
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.sharding import averaging_gradients, parallelize, take_step, whole
 from tests.models.test_wan_policy import condition, noisy

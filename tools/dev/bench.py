@@ -36,6 +36,7 @@ from flow_grpo.run.assemble import assemble
 from flow_grpo.run.command_line import read_command_line
 from flow_grpo.run.trainer import Trainer
 from flow_grpo.runtime import device as device_api
+from flow_grpo.runtime.clock import Clock
 from flow_grpo.runtime.processes import start_program
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.sharding import unwrap
@@ -94,15 +95,15 @@ def measure(trainer: Trainer, epochs: int) -> dict[str, float]:
 
     def epoch() -> None:
         calls.clear()
-        trainer.clock.begin_epoch()
+        trainer.clock = Clock(device)
         handle = unwrap(policy.module).register_forward_pre_hook(record, with_kwargs=True)
         samples = trainer.sample()
         batch = trainer.compare(trainer.choose(samples, trainer.gather(samples)))
         trainer.update(batch, len(phases))
         trainer.finish_epoch(len(phases))
         handle.remove()
-        clock = trainer.clock.epoch
-        phases.append(dict(clock.seconds) | {f"{name}_hidden": value for name, value in clock.hidden.items()})
+        hidden = {f"{name}_hidden": value for name, value in trainer.clock.hidden.items()}
+        phases.append(dict(trainer.clock.seconds) | hidden)
 
     def bare() -> None:
         for arguments, options, train in calls:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -61,6 +61,38 @@ def read(stem: Path) -> dict[str, Any]:
         if not isinstance(tree, dict):
             raise TypeError(f"a {type(tree).__name__}, must be a dict")
     return tree
+
+
+def join_shards(stems: Sequence[Path], entry: str, cut: Callable[[str, Tensor], Tensor]) -> Any:
+    """Read one entry of states that are sharded over ranks (FSDP2), with their shards of every tensor concatenated.
+
+    Any number of ranks can load them; none holds more than its shards and one full tensor.
+
+    Args:
+        stems: the ranks' files in rank order, as for `read`.
+        entry: its key in those states.
+        cut: (path below the entry, full tensor) -> the tensor to return; full tensors are read one at a time.
+
+    Raises:
+        ValueError: there is no such entry, or the files are not what `write` writes.
+    """
+    with misfits(stems[0]):
+        found = dict(skeleton_of(stems[0])["dict"])
+    if entry not in found:
+        raise ValueError(
+            f"{stems[0].parent} holds no {entry!r} state, so another version saved it; resume with that version, or "
+            "start afresh under another run_name"
+        )
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(safe_open(paths(stem)[0], framework="pt")) for stem in stems]
+
+        def read_cut(path: str) -> Tensor:
+            shards = [file.get_tensor(path) for file in files]
+            # 0-dimensional tensors, such as an optimizer's step count, are identical on every rank.
+            return cut(path.removeprefix(f"{entry}/"), torch.cat(shards) if shards[0].ndim else shards[0])
+
+        with misfits(stems[0]):
+            return unflatten(read_cut, found[entry])
 
 
 def skeleton_of(stem: Path) -> Any:
