@@ -26,12 +26,6 @@ from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.runtime.checkpoints.resume import SUMMARY
 from flow_grpo.runtime.ranks.process_group import World
 
-SINKS = {  # name of the library -> its class below flow_grpo.reporting.sinks, imported when it is opened
-    "wandb": "wandb:Wandb",
-    "tensorboard": "tensorboard:Tensorboard",
-    "swanlab": "swanlab:Swanlab",
-    "trackio": "trackio:Trackio",
-}
 CURVES = "curves.png"
 CLOSING_S = 300.0  # for what is left to report when a run ends: a dozen videos of 81x480x3368 take two minutes
 
@@ -42,7 +36,7 @@ class Tracker:
     A step is the number of finished epochs: 0 is before training, the first epoch's metrics have step 1. Resuming at
     step s removes everything logged after s from the files and tensorboard, but not from other trackers.
 
-    `config` is the whole configuration, nested, `trackers` any of `SINKS`.
+    `config` is the whole configuration, nested; `trackers` are libraries, each with a module of its name in `sinks/`.
 
     Raises:
         ValueError: a tracker is not installed.
@@ -144,9 +138,8 @@ class Tracker:
         self.log_file("eval/curves", path, draw, "rewards and held-out metrics", step)
 
     def _open(self, name: str, opening: Opening) -> None:
-        module, _, kind = SINKS[name].partition(":")
-        sinks = importlib.import_module(f"flow_grpo.reporting.sinks.{module}")
-        self._sinks[name] = getattr(sinks, kind)(opening)
+        module = importlib.import_module(f"flow_grpo.reporting.sinks.{name}")
+        self._sinks[name] = getattr(module, name.capitalize())(opening)
 
     def _to_sinks(self, report: Callable[[Sink], object]) -> None:
         def work(name: str) -> None:

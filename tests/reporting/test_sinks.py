@@ -10,15 +10,16 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from flow_grpo.reporting.sinks import trackio as trackio_sink
 from flow_grpo.reporting.sinks.sink import Opening
-from flow_grpo.reporting.tracker import SINKS, Tracker
+from flow_grpo.reporting.tracker import Tracker
 from flow_grpo.runtime.ranks.process_group import World
+from flow_grpo.settings.schema import KNOBS
 from tests.some import some
 
 ROOT = Path(__file__).parents[2]
@@ -157,7 +158,7 @@ CURVES = dict.fromkeys(READERS, CURVE + AGAIN) | {"tensorboard": CURVE[:2] + AGA
 VIDEOS = {"wandb": b"ftyp", "swanlab": b"GIF89a", "trackio": b"ftyp"}
 
 
-@pytest.mark.parametrize("name", some(SINKS, "wandb"))
+@pytest.mark.parametrize("name", some(get_args(get_args(KNOBS["trackers"].kind)[0]), "wandb"))
 def test_a_tracker_keeps_curves_and_media_in_the_run_s_folder_and_needs_no_network(name: str, tmp_path: Path) -> None:
     run, home = tmp_path / "run", tmp_path / "home"
     home.mkdir()

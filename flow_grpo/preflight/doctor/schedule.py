@@ -115,17 +115,14 @@ def check_steps(
         table = step_table(sigmas, steps, sde, weights, guard=guard)
     except ValueError as error:
         return finding("steps", str(error), fail=way_out)
-    gains = [row.gain for row in table]
-    message = (
-        f"std at most {max(row.std for row in table):.3f}, largest gain {max(gains) / min(gains):.1f}x the smallest"
-    )
+    gains, most = [row.gain for row in table], max(row.std for row in table)
+    message = f"std at most {most:.3f}, largest gain {max(gains) / min(gains):.1f}x the smallest"
     message += f"\n{LEGEND}\nstep   sigma   delta    std      c excess   gain weight"
     for row in table:
         levels = f"{row.step:4} {row.sigma:7.4f} {row.delta:7.4f} {row.std:6.3f}"
         message += f"\n{levels} {row.c:6.3f} {row.excess:+6.0%} {row.gain:6.3f} {row.weight:6.2f}"
     numbers = [value for row in table for value in dataclasses.astuple(row)]
     wild = not all(map(math.isfinite, numbers)) or not all(0 < row.std <= MAX_STD for row in table)
-    most = max(row.std for row in table)
     silent = f"noise of at most {most:.2g} explores nothing: raise sample.noise_level" if most < MIN_STD else ""
     grainy = max(row.excess for row in table) > MAX_EXCESS
     grain = f"above {MAX_EXCESS:.0%} of excess noise late steps leave grain: {way_out}"
