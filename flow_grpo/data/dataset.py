@@ -30,6 +30,8 @@ _Batch = TypeVar("_Batch")
 class ConditionDataset(Dataset[tuple[int, Condition]], abc.ABC):
     """A map-style dataset whose items are pure functions of their index; a damaged one raises, it is never replaced."""
 
+    _size: Size  # of all its videos, in a data set without a `size_of` of its own
+
     @abc.abstractmethod
     def __len__(self) -> int:
         """Number of conditions."""
@@ -42,9 +44,10 @@ class ConditionDataset(Dataset[tuple[int, Condition]], abc.ABC):
     def prompt_of(self, index: int) -> str:
         """Prompt of a condition, without decoding a video."""
 
-    @abc.abstractmethod
     def size_of(self, index: int) -> Size:
         """(frames, height, width) of the videos as they are delivered, without decoding one."""
+        assert 0 <= index < len(self), index
+        return self._size
 
     def scene_of(self, index: int) -> str:
         """Name of what a condition shares its scene by; without scenes, as for prompts, each has its own."""

@@ -37,11 +37,6 @@ class PromptDataset(ConditionDataset):
         """Prompt of the item."""
         return self.prompts[index]
 
-    def size_of(self, index: int) -> Size:
-        """(frames, height, width), the same for every index."""
-        assert 0 <= index < len(self), index
-        return self._size
-
     def fingerprint(self) -> str:
         """Hash of the prompts in their order: what an index means."""
         return hashlib.blake2b("\n".join(self.prompts).encode(), digest_size=16).hexdigest()

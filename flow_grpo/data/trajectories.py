@@ -326,11 +326,6 @@ class UserVideos(VideoDataset):
         """Prompt of the item."""
         return self._prompts[index // len(self.trajectories)]
 
-    def size_of(self, index: int) -> Size:
-        """(frames, height, width), the same for every index."""
-        assert 0 <= index < len(self), index
-        return self._size
-
     def fingerprint(self) -> str:
         """Hash of video names and sizes, captions and trajectories; independent of where the files are."""
         parts = [(v.name, v.stat().st_size, text) for v, text in zip(self.videos, self._prompts, strict=True)]
