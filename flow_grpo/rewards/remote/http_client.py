@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import json
 import logging
 import ssl
 import time
+from collections.abc import Sequence
 
 import httpx
 
@@ -35,61 +35,56 @@ class _RetryableError(Exception):
         self.after_s = after_s
 
 
-@dataclasses.dataclass(frozen=True)
-class Client:
-    """Sends requests to one server."""
+def ask(url: str, timeout_s: float, body: bytes | None = None, delays_s: Sequence[float] = ()) -> bytes:
+    """Return the content of a 200 reply to POST `body`, or to GET without one.
 
-    url: str  # http://HOST:PORT or https://HOST:PORT, with or without a path prefix
-    delays_s: tuple[float, ...] = (0.5, 2.0)  # seconds before each further attempt, at most 10
+    Connection errors, timeouts, 408, 429 and 5xx are retried; other statuses are final.
 
-    def ask(self, path: str, timeout_s: float, body: bytes | None = None) -> bytes:
-        """Return the content of a 200 reply to POST `body`, or to GET without one.
+    Args:
+        url: http://HOST:PORT/PATH or https://HOST:PORT/PATH.
+        timeout_s: longest wait of an attempt for the server to take or send anything.
+        body: content of a POST.
+        delays_s: seconds before each further attempt, at most 10.
 
-        Connection errors, timeouts, 408, 429 and 5xx are retried; other statuses are final.
-
-        Args:
-            path: appended to the server's url.
-            timeout_s: longest wait of an attempt for the server to take or send anything.
-            body: content of a POST.
-
-        Raises:
-            ServiceError: no usable reply.
-        """
-        delays = list(self.delays_s)
-        while True:
-            try:
-                return self._attempt(path, timeout_s, body)
-            except _RetryableError as error:
-                if not delays:
-                    raise ServiceError(f"failed {len(self.delays_s) + 1} attempts, the last: {error}") from None
-                time.sleep(min(max(delays.pop(0), error.after_s), MAX_DELAY_S))
-
-    def _attempt(self, path: str, timeout_s: float, body: bytes | None) -> bytes:
-        # A library would quote a token that it cannot send in its error, which ends up in the log.
-        if not (token().isascii() and token().isprintable()):
-            raise ServiceError(f"not asked: {TOKEN} is no printable ASCII text")
+    Raises:
+        ServiceError: no usable reply.
+    """
+    delays = list(delays_s)
+    while True:
         try:
-            response = httpx.request(
-                "GET" if body is None else "POST",
-                self.url.rstrip("/") + path,
-                content=None if body is None else io.BytesIO(body),  # httpx sends a file in pieces
-                headers={"Authorization": f"Bearer {token()}"} if token() else {},
-                timeout=httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s)),
-                verify=ssl.create_default_context(),
-                trust_env=False,  # no proxy and no .netrc: connect only to the address in the configuration
-            )
-        except (httpx.ReadTimeout, httpx.WriteTimeout):
-            raise _RetryableError(f"no answer within {timeout_s:g} s") from None
-        except httpx.HTTPError as error:
-            raise _RetryableError(one_line(f"{type(error).__name__}: {error}")) from None
-        status = response.status_code
-        if status == 200:
-            return response.content
-        cause = response.reason_phrase
-        with contextlib.suppress(Exception):  # a proxy between answers anything
-            cause = json.loads(response.content)["error"]
-        cause = f"status {status}: {one_line(cause)}"
-        if status in RETRIED or status >= 500:
-            pause = response.headers.get("Retry-After", "")  # a date would need synchronised clocks
-            raise _RetryableError(cause, float(pause) if pause.isascii() and pause.isdigit() else 0.0)
-        raise ServiceError(f"refused, {cause}")
+            return _attempt(url, timeout_s, body)
+        except _RetryableError as error:
+            if not delays:
+                raise ServiceError(f"failed {len(delays_s) + 1} attempts, the last: {error}") from None
+            time.sleep(min(max(delays.pop(0), error.after_s), MAX_DELAY_S))
+
+
+def _attempt(url: str, timeout_s: float, body: bytes | None) -> bytes:
+    # A library would quote a token that it cannot send in its error, which ends up in the log.
+    if not (token().isascii() and token().isprintable()):
+        raise ServiceError(f"not asked: {TOKEN} is no printable ASCII text")
+    try:
+        response = httpx.request(
+            "GET" if body is None else "POST",
+            url,
+            content=None if body is None else io.BytesIO(body),  # httpx sends a file in pieces
+            headers={"Authorization": f"Bearer {token()}"} if token() else {},
+            timeout=httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s)),
+            verify=ssl.create_default_context(),
+            trust_env=False,  # no proxy and no .netrc: connect only to the address in the configuration
+        )
+    except (httpx.ReadTimeout, httpx.WriteTimeout):
+        raise _RetryableError(f"no answer within {timeout_s:g} s") from None
+    except httpx.HTTPError as error:
+        raise _RetryableError(one_line(f"{type(error).__name__}: {error}")) from None
+    status = response.status_code
+    if status == 200:
+        return response.content
+    cause = response.reason_phrase
+    with contextlib.suppress(Exception):  # a proxy between answers anything
+        cause = json.loads(response.content)["error"]
+    cause = f"status {status}: {one_line(cause)}"
+    if status in RETRIED or status >= 500:
+        pause = response.headers.get("Retry-After", "")  # a date would need synchronised clocks
+        raise _RetryableError(cause, float(pause) if pause.isascii() and pause.isdigit() else 0.0)
+    raise ServiceError(f"refused, {cause}")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.remote import protocol
-from flow_grpo.rewards.remote.http_client import Client, ServiceError
+from flow_grpo.rewards.remote.http_client import ServiceError, ask
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class RemoteReward:
         self.policy = policy
         self.identity: tuple[str, str] | None = None  # model and version, from the first reply on
         self._score = name
-        self._client = Client(url, policy.delays_s)
+        self._url = url.rstrip("/")
         self._failed_calls = 0  # in a row
         self._open_until = -math.inf  # end of the circuit breaker's cool-down
         self._health: protocol.Health | None = None
@@ -151,7 +151,7 @@ class RemoteReward:
     def _ask(
         self, path: str, timeout_s: float, read: Callable[[bytes], tuple[tuple[str, str], T]], body: bytes | None = None
     ) -> T:
-        content = self._client.ask(path, timeout_s, body)
+        content = ask(f"{self._url}{path}", timeout_s, body, self.policy.delays_s)
         try:
             identity, answer = read(content)
         except Exception as error:
