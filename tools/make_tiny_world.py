@@ -27,24 +27,17 @@ def main() -> None:
     parser.add_argument("--translation", type=float, nargs=2, default=(0.35, 0.65), metavar=("LOW", "HIGH"))
     parser.add_argument("--rotation", type=float, nargs=2, default=(0.3, 1.0), metavar=("LOW", "HIGH"))
     parser.add_argument("--furnished", action="store_true", help="rooms and roles of the demo: docs/rooms.md")
-    args = parser.parse_args()
-    spec = WorldSpec(
-        seed=args.seed,
-        scenes={"train": args.train_scenes, "val": args.val_scenes},
-        frames=args.frames,
-        height=args.height,
-        width=args.width,
-        translation=tuple(args.translation),
-        rotation=tuple(args.rotation),
-        furnished=args.furnished,
-    )
+    given = vars(parser.parse_args())
+    root, scenes = given.pop("root"), {split: given.pop(f"{split}_scenes") for split in ("train", "val")}
+    given |= {name: tuple(given[name]) for name in ("translation", "rotation")}
+    spec = WorldSpec(scenes=scenes, **given)  # the other options have its names
     print(f"rendering {sum(spec.scenes.values())} scenes", flush=True)
     try:
-        write_tiny_world(args.root, spec)
+        write_tiny_world(root, spec)
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from None
-    clips = len([*args.root.rglob("*.mp4")])
-    print(f"{clips} clips of {spec.frames} frames, {spec.height}x{spec.width}, in {args.root}")
+    clips = len([*root.rglob("*.mp4")])
+    print(f"{clips} clips of {spec.frames} frames, {spec.height}x{spec.width}, in {root}")
 
 
 if __name__ == "__main__":
