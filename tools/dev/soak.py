@@ -41,13 +41,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script 
 import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
 
 from tools.common import fail, launcher, make_parser
-from tools.dev.same_numbers import differing, metrics
+from tools.dev.same_numbers import SMALL, differing, metrics
 from tools.run_folder import read_run
 
 ROOT = Path(__file__).resolve().parents[2]
 INSIDE = ("nan", "reward", "slow")
 OUTSIDE = ("kill", "kill_all", "kill_save", "launcher", "worker", "term")
-KNOBS = {
+KNOBS = dict(word.split("=") for word in SMALL) | {
     "device": "cpu",  # accelerators sum in varying order: runs would not be equal bit for bit
     "max_minutes": 0,
     "log_videos_every": 0,
@@ -56,18 +56,12 @@ KNOBS = {
     "data.tiny_world": "unit_test",
     "data.tune_scenes": 0,
     "data.num_workers": 1,
-    "sample.k": 4,
-    "sample.train_batch_size": 4,
-    "sample.num_batches_per_epoch": 2,
     "sample.num_steps": 4,
     "sample.sde_steps": "0,1,2",
     "sample.sde_window": 0,
-    "train.batch_size": 4,
     "train.max_bad_steps": 0,  # a skipped step would change the result
     "eval.every": 0,
-    "eval.num_conditions": 4,
     "eval.num_steps": 2,
-    "eval.videos": 0,
     "eval.gold": "",
     "checkpoint.every": 1,
     "distributed.dead_s": 15,
