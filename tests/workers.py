@@ -38,7 +38,8 @@ import torch
 
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks import process_group
-from flow_grpo.runtime.ranks.process_group import Timeouts, World
+from flow_grpo.runtime.ranks.process_group import World
+from flow_grpo.settings.schema import DistributedConfig
 from tests.limits import LIMIT_S
 
 ROOT = Path(__file__).parents[1]
@@ -200,7 +201,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str) -> Non
     code = 1
     try:
         torch.set_num_threads(1)
-        world = process_group.init_ranks(torch.device("cpu"), Timeouts(LIMIT_S), init_method=rendezvous)
+        waits = DistributedConfig(LIMIT_S, dead_s=0.0)
+        world = process_group.init_ranks(torch.device("cpu"), waits, init_method=rendezvous)
         pipe.send_bytes(pickle.dumps((True, None)))
         while (call := pickle.loads(pipe.recv_bytes())) is not None:
             os.chdir(ROOT)  # the call before may have left it

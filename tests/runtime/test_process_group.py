@@ -1,6 +1,7 @@
 """Ranks: collectives, synchronised errors, start-up and shut-down."""
 
 import contextlib
+import functools
 import os
 import queue
 import socket
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import Group, InputError, RankError, World
 from flow_grpo.runtime.ranks.watchdog import Heartbeat
+from flow_grpo.settings.schema import DistributedConfig
 from tests.limits import LIMIT_S
 from tests.workers import run_ranks
 
@@ -25,13 +27,14 @@ WORLD = 3
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16]
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
+waits = functools.partial(DistributedConfig, dead_s=0.0)
 
 
 def test_devices_wait_for_each_other_at_least_as_long_as_cpus() -> None:
     device = torch.device("meta")
-    assert process_group.Timeouts(control_s=10.0, device_s=20.0).group_s(CPU) == 10.0
-    assert process_group.Timeouts(control_s=10.0, device_s=20.0).group_s(device) == 20.0
-    assert process_group.Timeouts(control_s=30.0, device_s=20.0).group_s(device) == 30.0
+    assert process_group.group_s(waits(10.0, device_s=20.0), CPU) == 10.0
+    assert process_group.group_s(waits(10.0, device_s=20.0), device) == 20.0
+    assert process_group.group_s(waits(30.0, device_s=20.0), device) == 30.0
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
@@ -209,7 +212,7 @@ def test_a_launcher_that_is_gone_is_an_error_at_once(monkeypatch: pytest.MonkeyP
     for name, value in {**given, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match=r"rank 1 .*launcher is gone"):
-        process_group.init_ranks(CPU, process_group.Timeouts(1800.0))
+        process_group.init_ranks(CPU, waits(1800.0))
 
 
 FAILS_AT_START = """
@@ -217,10 +220,11 @@ import os
 import flow_grpo
 import torch
 from flow_grpo.runtime.ranks import process_group
+from flow_grpo.settings.schema import DistributedConfig
 if os.environ["RANK"] == "1":
     def broken(*_): raise RuntimeError("no room for a communicator")
     process_group.dist.all_reduce = broken
-process_group.init_ranks(torch.device("cpu"), process_group.Timeouts(600.0, dead_s=12.0))
+process_group.init_ranks(torch.device("cpu"), DistributedConfig(600.0, dead_s=12.0))
 """
 
 
@@ -243,7 +247,7 @@ def test_a_rank_that_fails_at_start_up_ends_its_peers_with_its_name() -> None:
 
 def test_without_a_launcher_there_is_one_rank_whose_collectives_are_identities(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    world = process_group.init_ranks(CPU, process_group.Timeouts(1800.0))
+    world = process_group.init_ranks(CPU, waits(1800.0))
     rows = torch.randn(2, 3)
     gathered = world.data.all_gather(rows)
     assert world == World() and world.is_main and not dist.is_initialized()
@@ -276,7 +280,7 @@ def test_a_single_process_that_hangs_is_ended_too(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("RANK", raising=False)
     ended: queue.Queue[str] = queue.Queue()
     monkeypatch.setattr(Heartbeat, "end_process", lambda _, problem: ended.put(problem))
-    world = process_group.init_ranks(CPU, process_group.Timeouts(1800.0, dead_s=0.6, silent_s=3.0))
+    world = process_group.init_ranks(CPU, waits(1800.0, dead_s=0.6, silent_s=3.0))
     world.begin_phase("sampling")
     problem = ended.get(timeout=LIMIT_S)
     assert "rank 0 has made no progress for" in problem and "in sampling: it hangs" in problem
@@ -286,7 +290,7 @@ def test_a_single_process_that_hangs_is_ended_too(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("error", [KeyError("x"), RankError("rank 0 failed in update: x")])
 def test_an_error_of_a_single_process_is_raised_unchanged_and_ends_its_watchdog(error, monkeypatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    world = process_group.init_ranks(CPU, process_group.Timeouts(1800.0, dead_s=0.6))
+    world = process_group.init_ranks(CPU, waits(1800.0, dead_s=0.6))
     assert any(thread.name == "heartbeat" for thread in threading.enumerate())
     with pytest.raises(type(error)) as caught, world.broadcast_failure():
         raise error

@@ -25,6 +25,7 @@ from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.rendezvous import RENDEZVOUS_S, STARTED, join_attempt
 from flow_grpo.runtime.ranks.watchdog import Heartbeat
 from flow_grpo.settings.errors import RunStoppedError
+from flow_grpo.settings.schema import DistributedConfig
 
 SENT_KINDS = ("gradients", "weights", "tokens", "rows", "control")  # of `Group.sent`
 LAUNCHER_S = 10.0  # for a running launcher's store to answer
@@ -41,20 +42,6 @@ class InputError(RunStoppedError):
 
 class RankError(RuntimeError):
     """What failed on which ranks: rank, phase and cause of each."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Timeouts:
-    """How long ranks wait for each other, in seconds."""
-
-    control_s: float  # for CPU collectives; must exceed the lag of the slowest rank
-    device_s: float = 7200.0  # for device collectives; above the vendor's own timeouts, whose error messages are better
-    dead_s: float = 0.0  # without a heartbeat before a rank counts as dead; 0 disables the watchdog
-    silent_s: float = 1800.0  # without progress before a rank counts as hanging
-
-    def group_s(self, device: torch.device) -> float:
-        """Timeout of the default process group, whose collectives run on `device`."""
-        return self.control_s if device.type == "cpu" else max(self.device_s, self.control_s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +128,7 @@ class World:
     sample: Group = dataclasses.field(default_factory=Group)  # ranks with the same samples as this one
     restarted: bool = False  # by the launcher, after an attempt that called `mark_started`
     store: Store | None = None  # the launcher's, which outlives the ranks
-    timeouts: Timeouts = Timeouts(control_s=3600.0)
+    timeouts: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
 
     @classmethod
     def of(cls, group: Group) -> World:
@@ -274,7 +261,7 @@ class World:
             self.store.set(STARTED, "")
 
 
-def init_ranks(device: torch.device, timeouts: Timeouts, *, init_method: str = "env://") -> World:
+def init_ranks(device: torch.device, timeouts: DistributedConfig, *, init_method: str = "env://") -> World:
     """Initialise the process groups; call once, after `device.setup` and before any other communication.
 
     Order: select the device, create the default process group, run one small collective on the device (the first one
@@ -316,7 +303,7 @@ def init_ranks(device: torch.device, timeouts: Timeouts, *, init_method: str = "
             store=PrefixStore(f"process_group/{attempt}", store),
             rank=rank,
             world_size=world_size,
-            timeout=datetime.timedelta(seconds=timeouts.group_s(device)),
+            timeout=datetime.timedelta(seconds=group_s(timeouts, device)),
         )
         probe = torch.ones(1, device=device)
         dist.all_reduce(probe)
@@ -324,6 +311,11 @@ def init_ranks(device: torch.device, timeouts: Timeouts, *, init_method: str = "
             raise RuntimeError(f"the first all-reduce over {world_size} ranks on {device} summed ones to {total}")
         group = dataclasses.replace(group, gloo=dist.new_group(backend="gloo", timeout=control_timeout))
     return dataclasses.replace(world, all=group, data=group)
+
+
+def group_s(timeouts: DistributedConfig, device: torch.device) -> float:
+    """Timeout of the default process group, whose collectives run on `device`."""
+    return timeouts.control_s if device.type == "cpu" else max(timeouts.device_s, timeouts.control_s)
 
 
 def shut_down(world: World) -> None:
@@ -341,7 +333,7 @@ def shut_down(world: World) -> None:
         dist.destroy_process_group()
 
 
-def _watchdog(timeouts: Timeouts, store: Callable[[], Store], rank: int, world_size: int) -> Heartbeat | None:
+def _watchdog(timeouts: DistributedConfig, store: Callable[[], Store], rank: int, world_size: int) -> Heartbeat | None:
     # A single process has one too, since it may hang.
     if not timeouts.dead_s:
         return None

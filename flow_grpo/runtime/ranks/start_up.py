@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import torch
 
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks import process_group
-from flow_grpo.runtime.ranks.process_group import Timeouts, World
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.errors import ConfigError
 from flow_grpo.settings.schema import Config
 
@@ -27,13 +28,8 @@ def set_up_rank(config: Config, wait_s: float = 0.0, *, watched: bool = False) -
     waits = config.distributed
     device = device_api.resolve(config.device)
     device_api.setup(device, config.deterministic, config.num_threads, waits.collective_s)
-    timeouts = Timeouts(
-        control_s=wait_s or waits.control_s,
-        device_s=waits.device_s,
-        dead_s=waits.dead_s if watched else 0.0,
-        silent_s=waits.silent_s,
-    )
-    world = process_group.init_ranks(device, timeouts)
+    waits = dataclasses.replace(waits, control_s=wait_s or waits.control_s, dead_s=waits.dead_s if watched else 0.0)
+    world = process_group.init_ranks(device, waits)
     if world.is_main:
         print(device_api.describe(device, config.device), f"x {world.all.size}", flush=True)
     return device, world
