@@ -1,7 +1,7 @@
-"""How much house is there? Lines, small functions, doors, and what one epoch of the demo walks through, as JSON.
+"""How much house is there? Lines, small functions and doors, as JSON.
 
     python tools/dev/house.py
-    python tools/dev/house.py --root ../other-checkout --epoch
+    python tools/dev/house.py --root ../other-checkout
 
 **Lines** are those of the Python files: of the source (`flow_grpo`, `config`, `tools`, `train_grpo.py`, `examples`) and
 of the tests. **Functions** are the `def`s of the source, methods and nested ones included. One has **one caller** if no
@@ -10,16 +10,8 @@ an attribute (an import is no reading), and calls it there; names that begin wit
 **small** if its body, its docstring aside, spans at most four lines. **Doors** are the files and folders of a room of
 `flow_grpo`, `__init__.py` aside; `maths` may have as many as it likes.
 
-**The epoch** is `train_epoch`, wherever it stands, of `tiny_recam` on one rank with one batch of 16 samples, from its
-entry to its return. Counted are calls of the checkout's own code in `flow_grpo` and `train_grpo.py`, as
-`sys.setprofile` reports them: a comprehension is a call (before Python 3.12), and a generator is entered once for each
-item; functions leave comprehensions, generator expressions and lambdas out. The other threads, which draw and write,
-differ a little from run to run. The depth of `velocity` is the number of such frames below `train_epoch`, `velocity`
-included: the least and the most of all calls.
-
 benchmarks/house_34686a4.json holds the figures of commit 34686a4. Counted by hand it had 584 functions with one caller,
-151 of them small, and an epoch that entered 601 code objects of 80 files in 6,036 calls, velocity 9 frames deep:
-compare figures of this program with one another only.
+151 of them small: compare figures of this program with one another only.
 """
 
 from __future__ import annotations
@@ -27,33 +19,20 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import os
-import runpy
-import subprocess
 import sys
-import tempfile
-import threading
-import traceback
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 SOURCE = ("config", "flow_grpo", "tools", "train_grpo.py", "examples")
 SMALL, MOST = 4, 14  # lines of a small function's body, doors of a room
-# One batch of 16 samples, and as little as possible before and after it.
-EPOCH = ["num_epochs=1", "doctor=off", "device=cpu", "sample.num_batches_per_epoch=1", "eval.every=0"]
-EPOCH += ["eval.num_conditions=8", "run_name=house"]
 
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[2], help="checkout (default: this one)")
-    parser.add_argument("--epoch", action="store_true", help="run one epoch of the demo as well, a minute or two")
-    asked = parser.parse_args(words)
-    root = asked.root.resolve()
-    print(json.dumps(count(root) | (run_epoch(root) if asked.epoch else {}), indent=1))
+    print(json.dumps(count(parser.parse_args(words).root.resolve()), indent=1))
     return 0
 
 
@@ -99,59 +78,6 @@ def names_in(tree: ast.AST, *, called: bool) -> list[str]:
     nodes = list(ast.walk(tree))
     nodes = [node.func for node in nodes if isinstance(node, ast.Call)] if called else nodes
     return [getattr(node, "attr", None) or node.id for node in nodes if isinstance(node, ast.Attribute | ast.Name)]
-
-
-def run_epoch(root: Path) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "trace.json"
-        program = "import sys, house; house.trace(*sys.argv[1:3], sys.argv[3:])"
-        command = [sys.executable, "-c", program, str(root), str(result), "--config", "config/grpo.py:tiny_recam"]
-        paths = os.pathsep.join([str(root), str(Path(__file__).resolve().parent)])
-        environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        command += [f"--config.{knob}" for knob in (*EPOCH, f"data.root={folder}/world", f"output_root={folder}/runs")]
-        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode or not result.exists():
-            raise RuntimeError(f"the demo ended with code {done.returncode}, traced: {result.exists()}\n{done.stderr}")
-        return dict(json.loads(result.read_text(encoding="utf-8")))
-
-
-def trace(root: str, result: str, words: Sequence[str]) -> None:
-    """Run a checkout's train_grpo.py in this process, and write what its epoch enters as JSON."""
-    ours, main_thread = (f"{root}/flow_grpo/", f"{root}/train_grpo.py"), threading.get_ident()
-    entered, in_main, depths, epoch = Counter[Any](), Counter[Any](), set[int](), list[FrameType]()
-
-    def profile(frame: FrameType, event: str, _: object) -> None:
-        code = frame.f_code
-        if event == "return" and frame in epoch:
-            epoch.clear()
-        if event != "call" or not code.co_filename.startswith(ours):
-            return
-        if code.co_name == "train_epoch":
-            epoch.append(frame)
-        if epoch:
-            entered[code] += 1
-            in_main[code] += threading.get_ident() == main_thread
-            if code.co_name == "velocity" and threading.get_ident() == main_thread:
-                above = [one for one, _ in traceback.walk_stack(frame)]
-                depths.add(sum(one.f_code.co_filename.startswith(ours) for one in above[: above.index(epoch[0])]))
-
-    sys.argv = [f"{root}/train_grpo.py", *words]
-    threading.setprofile(profile)
-    sys.setprofile(profile)
-    try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    finally:
-        sys.setprofile(None)
-        figures: dict[str, Any] = {}
-        for where, counter in {"epoch": entered, "epoch, main thread": +in_main}.items():
-            files = {code.co_filename for code in counter}
-            named = sum(code.co_name[0] != "<" for code in counter)
-            figures |= {f"{where}: code objects": len(counter), f"{where}: functions": named}
-            figures[f"{where}: files"] = len(files)
-            figures |= {f"{where}: calls": sum(counter.values())}
-        if entered:
-            figures["epoch: depth of velocity"] = [min(depths), max(depths)] if depths else []
-            Path(result).write_text(json.dumps(figures), encoding="utf-8")
 
 
 if __name__ == "__main__":
