@@ -313,13 +313,9 @@ def my_recam_8npu_tiny() -> ConfigDict:
 
 def my_recam_8npu_room() -> ConfigDict:
     """`my_recam_8npu` on the demo's model and rooms: the twin that shows what the full size can hope for."""
-    config, full = room_recam(), my_recam_8npu()
-    config.num_epochs = full.num_epochs
-    config.sample = full.sample
-    config.train = full.train
-    for name in ("trained", "lora_full_modules"):
-        config.model[name] = full.model[name]
-    config.model.lora_rank = config.model.lora_alpha = 8
+    config, demo = my_recam_8npu_tiny(), room_recam()
+    config.data, config.reward, config.eval = demo.data, demo.reward, demo.eval
+    config.model.path = demo.model.path
     return config
 
 

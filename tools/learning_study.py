@@ -167,13 +167,8 @@ class Study:
         run, epochs = f"{self.name}_{self.seed}_labels", 1000  # the steps end it
         options = [f"--run-name={run}", f"--seed={self.seed}", "--no-use-dynamic-batch", "--resume", "--num-workers=0"]
         options += [f"--batch-size={BATCH // self.ranks}", f"--max-steps={items // BATCH}", f"--epochs={epochs}"]
-        knobs = [
-            f"--config.output_root={self.out}",
-            "--config.data.train_split=labelled",
-            "--config.data.tune_scenes=0",
-        ]
-        knobs += ["--config.train.learning_rate=2e-4"]
-        return self.launch("tools/finetune_recam.py", run, "--config", "config/grpo.py:room_recam", *options, *knobs)
+        words = [f"--config.{knob}={value}" for knob, value in ({"output_root": self.out} | LABELS).items()]
+        return self.launch("tools/finetune_recam.py", run, "--config", "config/grpo.py:room_recam", *options, *words)
 
     def best_constant(self) -> str:
         """Return the model that is told commands times the constants with the least errors on the split for tuning."""

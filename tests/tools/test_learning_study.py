@@ -89,6 +89,7 @@ def test_labels_come_first_and_count_and_the_constant_is_chosen_on_the_split_for
     assert study.main(["--only", "sft_rl", "constant", "--seeds", "1", "--out", str(places / "out")]) == 0
     labels, then, *rest = commands
     assert "tools/finetune_recam.py" in labels and "--config.data.train_split=labelled" in labels
+    assert "--config.data.tiny_world=furnished_labelled" in labels  # the demo's own world has no such split
     assert f"--config.model.path={places / 'out' / 'sft_rl_1_labels' / 'model'}" in then
     record = json.loads((places / "records" / "sft_rl_1.json").read_text())
     assert record["forward_equivalents"] == 1000 + 3 * study.VARIANTS["sft_rl"].labels
