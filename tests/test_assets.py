@@ -1,43 +1,53 @@
-"""The tiny model in assets/: complete, small, documented, and trained."""
+"""The small models in assets/: complete, small, documented, and trained."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from diffusers import AutoencoderKLWan
 from safetensors import safe_open
 
+from flow_grpo.algorithm.rollout import scoring
 from flow_grpo.algorithm.rollout.denoise import rollout
-from flow_grpo.algorithm.rollout.scoring import decode
 from flow_grpo.data.multicam import MultiCamDataset
+from flow_grpo.data.rooms import LABELLED, SOURCES
+from flow_grpo.data.tiny_world import FURNISHED, caption, make_scene, render_views
 from flow_grpo.maths.schedule import flow_sigmas
+from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.policy import Policy
 from flow_grpo.models.registry import build_policy
 from flow_grpo.rewards.target_view import psnr_db
 from flow_grpo.settings.loading import load_config
 from flow_grpo.settings.sampling import ODE, Sampling
+from tools.dev.tiny.probe import decode, encode, ode, scene_cameras
+from tools.dev.tiny.text import CAPTIONS, build_text_encoder, encode_captions
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "assets" / "tiny_recam"
+ROOMS = ROOT / "assets" / "room_recam"
+MODELS = {FOLDER: {"first", "second", "second_labelled"}, ROOMS: {*SOURCES, *LABELLED}}  # and what they were trained on
 LIMIT_MB = 12
 
 
-def test_the_folder_is_complete_small_and_documented():
-    files = [path for path in FOLDER.rglob("*") if path.is_file()]
-    assert {path.name for path in FOLDER.iterdir()} == {
+@pytest.mark.parametrize("folder", MODELS)
+def test_the_folder_is_complete_small_and_documented(folder):
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {path.name for path in folder.iterdir()} == {
         *("transformer", "vae", "text_encoder", "tokenizer", "scheduler"),
         "pretraining.json",
     }
     assert sum(path.stat().st_size for path in files) < LIMIT_MB * 1e6
-    record, codec = (json.loads((FOLDER / part).read_text()) for part in ("pretraining.json", "vae/pretraining.json"))
+    record, codec = (json.loads((folder / part).read_text()) for part in ("pretraining.json", "vae/pretraining.json"))
     for made in (record, codec):
         assert {"tool", "torch", "seed", "settings", "log"} <= set(made)
         assert made["log"][-1]["step"] > 1000
-    assert {"first", "second", "second_labelled"} <= set(record["data"])
+    assert MODELS[folder] <= set(record["data"])
 
 
-def test_weights_are_half_precision_and_finite():
-    for path in FOLDER.rglob("*.safetensors"):
+@pytest.mark.parametrize("folder", MODELS)
+def test_weights_are_half_precision_and_finite(folder):
+    for path in folder.rglob("*.safetensors"):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 tensor = file.get_tensor(name)
@@ -59,7 +69,7 @@ def conditions(world):
 def test_the_codec_reconstructs_held_out_rooms(policy, conditions):
     encoded = policy.encode(conditions).inputs["source_latents"]
     sources = torch.stack([condition.source_video for condition in conditions])
-    assert psnr_db(decode(policy, conditions, encoded), sources).mean() > 28
+    assert psnr_db(scoring.decode(policy, conditions, encoded), sources).mean() > 28
 
 
 def test_samples_match_the_true_view_for_pure_rotations(policy, conditions):
@@ -68,6 +78,23 @@ def test_samples_match_the_true_view_for_pure_rotations(policy, conditions):
     settings = Sampling(flow_sigmas(8, 3.0), ODE, seed=0)
     with torch.no_grad():
         samples = rollout(policy, turning, policy.encode(turning), [()] * len(turning), settings)
-    videos = decode(policy, turning, samples.final_latents)
+    videos = scoring.decode(policy, turning, samples.final_latents)
     targets = torch.stack([condition.target_video for condition in turning])
     assert psnr_db(videos, targets).mean() > 26
+
+
+def test_furnished_rooms_are_filmed_along_labelled_paths():
+    """Measured on 24 conditions: 24.6 dB; the codec alone reaches 29.0, the source in place of the view below 20."""
+    codec = AutoencoderKLWan.from_pretrained(ROOMS / "vae")
+    model = ReCamTransformer3DModel.from_pretrained(ROOMS / "transformer").float()
+    scenes = [
+        make_scene(FURNISHED, "probe", number, ("still", shot)) for number, shot in enumerate(("tilt_up", "zoom_in"))
+    ]
+    films = render_views(FURNISHED, scenes, [0, 1]).unflatten(0, (2, 2))
+    cameras = torch.stack([scene_cameras(scene, codec)[1] for scene in scenes])
+    text = encode_captions(*build_text_encoder())[[CAPTIONS.index(caption(film)) for film in films[:, 0]]]
+    with torch.no_grad():
+        source = encode(codec, films[:, 0])
+        noise = torch.randn(source.shape, generator=torch.Generator().manual_seed(0))
+        videos = decode(codec, ode(model, noise, source, cameras, text, 8))
+    assert psnr_db(videos, films[:, 1]).mean() > 22
