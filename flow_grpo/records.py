@@ -115,12 +115,7 @@ class Rows:
         return found
 
     def with_tensors(self: RowsType, tensors: Mapping[str, Tensor], prefix: str = "") -> RowsType:
-        """Return a copy with other tensors.
-
-        Args:
-            tensors: as the method of that name returns them.
-            prefix: comes before every name, for nested records.
-        """
+        """Return a copy with other tensors, by the names and the prefix of `tensors`."""
         changed: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

@@ -45,9 +45,6 @@ class LastStepObjective:
     def drift(self, micro, memory):
         return self._log_prob(micro) - micro.trajectory.log_probs[:, -1]
 
-    def with_settings(self, train):
-        return dataclasses.replace(self, train=train)
-
     def _log_prob(self, micro):
         last = micro.replayed(micro.passes - 1)
         step = step_transition(self.policy, last.latents, micro.conditioning, last.steps, self.rollout)

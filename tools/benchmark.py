@@ -154,7 +154,7 @@ def vipe_rows(args: argparse.Namespace, plan: BenchmarkPlan, tasks: Sequence[Eva
         poses = vipe_poses(files, names, frames)
         found = None if poses is None else Estimate(poses.numpy(), metric=metric)
         cause = f"ViPE has no pose/{names[0]}.npz" if found is None else ""
-        row = evaluate.judge(task, "", Outcome(found, cause), range(frames)).row | {"focal_px": None}
+        row = evaluate.judge(task, Outcome(found, cause), range(frames)).row | {"focal_px": None}
         if plan.benchmark == "davis":
             pair = (None, None) if poses is None else printed_errors(task.commanded, poses)
             row |= dict(zip(PRINTED, pair, strict=True))

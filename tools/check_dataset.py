@@ -34,16 +34,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from flow_grpo.data import multicam
 from flow_grpo.data.camera_files import BAD_JSON, read_cameras
-from flow_grpo.data.multicam import (
-    CAMERAS_JSON,
-    CAPTION_FILES,
-    LENS_FOLDER,
-    PRESETS_JSON,
-    PUBLIC_NAME,
-    find_scenes,
-    read_captions,
-)
 from flow_grpo.data.video_io import opened, read_video, video_size
 from flow_grpo.runtime.json_files import read_json_object
 from flow_grpo.maths.poses import rotation_angle_deg
@@ -53,17 +45,6 @@ from tools.common import image_size, make_parser
 SHORT_M = 0.02  # of a path: that of a file in metres, read as centimetres
 MAX_STEP = (1.0, 30.0)
 MOTIONS = ("path_m", "rotation_deg", "step_m", "step_deg")
-
-
-@dataclasses.dataclass(frozen=True)
-class Requirements:
-    """Requirements on every scene."""
-
-    root: Path  # dataset folder
-    decode: bool = False  # decode every frame instead of trusting the headers
-    frames: int | None = None  # least number of video frames; None: as many as most of the scene's videos have
-    size: tuple[int, int] | None = None  # rows and columns; None: those of most of the scene's videos
-    max_step: tuple[float, float] = MAX_STEP  # metres and degrees between two frames
 
 
 @dataclasses.dataclass
@@ -82,7 +63,7 @@ class SceneReport:
     def place(self) -> tuple[str, str]:
         """Split and lens folder, "" if there is none."""
         parts = self.name.split("/")
-        return parts[0], next((part for part in parts if LENS_FOLDER.fullmatch(part)), "")
+        return parts[0], next((part for part in parts if multicam.LENS_FOLDER.fullmatch(part)), "")
 
 
 def scene_folders(folder: Path) -> Iterator[Path]:
@@ -96,37 +77,37 @@ def scene_folders(folder: Path) -> Iterator[Path]:
         yield from scene_folders(child)
 
 
-def check_scene(settings: Requirements, folder: Path) -> SceneReport:
-    name = folder.relative_to(settings.root).as_posix()
+def check_scene(args: argparse.Namespace, folder: Path) -> SceneReport:
+    name = folder.relative_to(args.root).as_posix()
     report = SceneReport(name)
     try:
-        find_scenes(settings.root, name)  # as a split of this scene only
+        multicam.find_scenes(args.root, name)  # as a split of this scene only
     except (ValueError, OSError) as error:
         text = str(error) if (folder / "videos").is_dir() else f"no videos here, only {sorted(os.listdir(folder))}"
-        if f"has no {CAMERAS_JSON.as_posix()}" not in text:  # _check_cameras reports that one in any case
+        if f"has no {multicam.CAMERAS_JSON.as_posix()}" not in text:  # _check_cameras reports that one in any case
             report.problems.append((name, text))
     videos = sorted(folder.joinpath("videos").glob("[!.]*.mp4"))
     report.cameras = len(videos)
-    frames = _check_videos(settings, videos, report)
+    frames = _check_videos(args, videos, report)
     if (folder / "videos").is_dir() or (folder / "cameras").is_dir():
-        _check_cameras(settings, folder, [video.stem for video in videos], frames, report)
+        _check_cameras(args, folder, [video.stem for video in videos], frames, report)
     _check_captions(folder, videos, report)
-    if (folder / PRESETS_JSON).is_file():
-        _read_object(folder / PRESETS_JSON, report)
+    if (folder / multicam.PRESETS_JSON).is_file():
+        _read_object(folder / multicam.PRESETS_JSON, report)
     # Messages of the library contain absolute paths; the report's are relative to the root.
-    report.problems = [(file, text.replace(f"{settings.root}{os.sep}", "")) for file, text in report.problems]
+    report.problems = [(file, text.replace(f"{args.root}{os.sep}", "")) for file, text in report.problems]
     return report
 
 
-def _check_videos(settings: Requirements, videos: Sequence[Path], report: SceneReport) -> int | None:
+def _check_videos(args: argparse.Namespace, videos: Sequence[Path], report: SceneReport) -> int | None:
     """Check all videos, and return the frame count that they have or must have; None if unknown."""
     found: dict[str, tuple[int, int, int]] = {}
     for video in videos:
         name = f"{report.name}/videos/{video.name}"
         try:
             size, rate = video_size(video), _rate(video)
-            if settings.decode:  # decodes every frame but keeps only the last one
-                read_video(video, 1, start=max(size[0], settings.frames or 0, 1) - 1)
+            if args.decode:  # decodes every frame but keeps only the last one
+                read_video(video, 1, start=max(size[0], args.frames or 0, 1) - 1)
         except (ValueError, OSError) as error:
             report.problems.append((name, str(error)))
             continue
@@ -134,15 +115,15 @@ def _check_videos(settings: Requirements, videos: Sequence[Path], report: SceneR
         report.clips.append((*size, rate))
     common = Counter(found.values()).most_common(1)
     if not common:
-        return settings.frames
+        return args.frames
     frames, *rows_columns = common[0][0]
-    needed = settings.size or tuple(rows_columns)
+    needed = args.size or tuple(rows_columns)
     for name, (count, *own) in found.items():
         if tuple(own) != needed:
             report.problems.append((name, f"{own[0]}x{own[1]} pixels, must be {needed[0]}x{needed[1]}"))
-        if count < (settings.frames or 0) or (settings.frames is None and count != frames):
-            report.problems.append((name, f"{count} frames, must be {settings.frames or frames}"))
-    return settings.frames or frames
+        if count < (args.frames or 0) or (args.frames is None and count != frames):
+            report.problems.append((name, f"{count} frames, must be {args.frames or frames}"))
+    return args.frames or frames
 
 
 def _rate(video: Path) -> float:
@@ -154,10 +135,10 @@ def _rate(video: Path) -> float:
 
 
 def _check_cameras(
-    settings: Requirements, folder: Path, names: list[str], frames: int | None, report: SceneReport
+    args: argparse.Namespace, folder: Path, names: list[str], frames: int | None, report: SceneReport
 ) -> None:
-    file = folder / CAMERAS_JSON
-    name = f"{report.name}/{CAMERAS_JSON.as_posix()}"
+    file = folder / multicam.CAMERAS_JSON
+    name = f"{report.name}/{multicam.CAMERAS_JSON.as_posix()}"
     content = _read_object(file, report)
     if content is None:
         return
@@ -165,20 +146,22 @@ def _check_cameras(
     spare = {camera for entry in content.values() if isinstance(entry, dict) for camera in entry} - set(names)
     if spare:
         report.problems.append((name, f"poses of {', '.join(sorted(spare))}, which have no video"))
-    if settings.frames is None and f"frame{frames}" in content:
+    if args.frames is None and f"frame{frames}" in content:
         report.problems.append((name, f"poses beyond frame{frames - 1}, the last of the videos"))
     texts: list[str] = []
     first = content.get("frame0")
     known = first if isinstance(first, dict) else {}
-    for camera in (name for name in names if PUBLIC_NAME.fullmatch(name) or name in known):  # strays: `find_scenes`
+    for camera in (
+        name for name in names if multicam.PUBLIC_NAME.fullmatch(name) or name in known
+    ):  # strays: `find_scenes`
         try:
             motion = _motion(read_cameras(file, [camera], max(frames, _posed_frames(content, camera), 1))[0])
         except ValueError as error:
             texts.append(str(error).replace(f" for {camera};", ";"))
             continue
         report.motions.append(motion)
-        if motion[2] > settings.max_step[0] or motion[3] > settings.max_step[1]:
-            step, limit = "{:.3g} m and {:.3g} degrees".format(*motion[2:]), "{:g} m, {:g}".format(*settings.max_step)
+        if motion[2] > args.max_step[0] or motion[3] > args.max_step[1]:
+            step, limit = "{:.3g} m and {:.3g} degrees".format(*motion[2:]), "{:g} m, {:g}".format(*args.max_step)
             texts.append(f"{camera} moves {step} between two frames, at most {limit} degrees are plausible")
     report.problems.extend((name, text) for text in dict.fromkeys(texts))  # a frame that all cameras lack: once
 
@@ -198,13 +181,13 @@ def _motion(poses: torch.Tensor) -> tuple[float, float, float, float]:
 
 
 def _check_captions(folder: Path, videos: Sequence[Path], report: SceneReport) -> None:
-    file = next((folder / part for part in CAPTION_FILES if (folder / part).is_file()), None)
+    file = next((folder / part for part in multicam.CAPTION_FILES if (folder / part).is_file()), None)
     if file is None:
         return
     name = f"{report.name}/{file.relative_to(folder).as_posix()}"
     report.captions = 0
     try:
-        captions = read_captions(file)
+        captions = multicam.read_captions(file)
     except ValueError as error:
         report.problems.append((name, str(error)))
         return
@@ -224,7 +207,7 @@ def _read_object(file: Path, report: SceneReport) -> dict[str, Any] | None:
         return None
 
 
-def summarise(settings: Requirements, scenes: Sequence[SceneReport]) -> dict[str, Any]:
+def summarise(args: argparse.Namespace, scenes: Sequence[SceneReport]) -> dict[str, Any]:
     problems = [problem for scene in scenes for problem in scene.problems]
     lenses = [_summarise_lens(place, scenes) for place in sorted({scene.place for scene in scenes})]
     splits = []
@@ -237,7 +220,7 @@ def summarise(settings: Requirements, scenes: Sequence[SceneReport]) -> dict[str
         splits.append({"split": split} | {n: _range(values) for n, values in zip(MOTIONS, motions, strict=True)})
     listed = [{"file": file, "problem": text} for file, text in problems]
     notes = [note for split in splits for note in _notes(split, [s for s in scenes if s.place[0] == split["split"]])]
-    head = {"root": str(settings.root), "decoded": settings.decode}
+    head = {"root": str(args.root), "decoded": args.decode}
     return head | {"lenses": lenses, "motion": splits, "problems": listed, "notes": notes}
 
 
@@ -289,14 +272,8 @@ def show(report: dict[str, Any]) -> None:
         table.add_row(*names, counts[0], str(row["clips"]), *counts[1:], _text(row["seconds"]), captions)
     table.caption = "in brackets how many: scenes with that number of cameras, videos of that length and size"
     console.print(table)
-    table = Table(
-        "split",
-        "path (m)",
-        "rotation (deg)",
-        "step (m)",
-        "step (deg)",
-        title="min / median / max over the cameras, all frames",
-    )
+    table = Table("split", "path (m)", "rotation (deg)", "step (m)", "step (deg)")
+    table.title = "min / median / max over the cameras, all frames"
     for row in report["motion"]:
         table.add_row(row["split"], *(_text(row[name]) for name in MOTIONS))
     console.print(table)
@@ -312,12 +289,12 @@ def _text(values: dict[str, float] | None) -> str:
     return " / ".join(f"{value:.3g}" for value in values.values()) if values else "-"
 
 
-def check(settings: Requirements, folders: Sequence[Path], workers: int) -> list[SceneReport]:
+def check(args: argparse.Namespace, folders: Sequence[Path]) -> list[SceneReport]:
     bars = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn")) if workers > 1 else None
+    pool = ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) if args.workers > 1 else None
     run = pool.map if pool else map  # spawn: forking with torch's threads can hang
     with bars, pool or nullcontext():
-        return list(bars.track(run(partial(check_scene, settings), folders), len(folders), description="scenes"))
+        return list(bars.track(run(partial(check_scene, args), folders), len(folders), description="scenes"))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -353,11 +330,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = [split for split in splits if not (args.root / split).is_dir()]
     if missing or not splits:
         parser.error(f"dataset {args.root} has no split {' or '.join(missing)}; name folders below the root")
-    settings = Requirements(args.root, args.decode, args.frames, args.size, tuple(args.max_step))
     folders = [folder for split in splits for folder in scene_folders(args.root / split)]
     print(f"checking {len(folders)} scenes of {args.root}", flush=True)
     try:
-        report = summarise(settings, check(settings, folders, args.workers))
+        report = summarise(args, check(args, folders))
     except BrokenProcessPool:
         parser.error("a worker died, of a broken file or lack of memory; run with --workers 1 to see where")
     if args.json:

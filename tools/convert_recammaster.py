@@ -15,6 +15,7 @@ end, so --out is complete or absent.
 from __future__ import annotations
 
 import argparse
+import functools
 import signal
 import sys
 from collections.abc import Sequence
@@ -25,28 +26,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 
 import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
 
-from flow_grpo.models.files import convert
-from flow_grpo.models.files import model_files
+from flow_grpo.models.files import convert, model_files
 from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.networks.transformers import is_camera_weight
 from flow_grpo.runtime.json_files import read_json_object
 from tools.common import make_parser
-from tools.conversion.model_folder import (
-    DTYPES,
-    INDEX,
-    OWN_FOLDER,
-    WAY_OUT,
-    WEIGHTS,
-    add_options,
-    check_components,
-    convert_checkpoint,
-    read_transformer,
-    report,
-    write_folder,
-    write_published,
-)
+from tools.conversion import model_folder
 
 COMPONENTS = ("vae", "text_encoder", "tokenizer", "scheduler")
+is_recam_weight = functools.partial(is_camera_weight, ReCamTransformer3DModel)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -54,9 +42,9 @@ def main(words: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--recammaster", type=Path, metavar="FILE", help="checkpoint with the original names")
     add("--wan", type=Path, metavar="FOLDER", help="Wan2.1-T2V-1.3B, in diffusers layout or the original files")
-    add_options(parser)
+    model_folder.add_options(parser)
     add("--init-camera", action="store_true", help="accept base Wan: add camera modules without effect")
-    return convert_checkpoint(parser.parse_args(words), _check, forward, back)
+    return model_folder.convert_checkpoint(parser.parse_args(words), _check, forward, back)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -80,11 +68,8 @@ def forward(args: argparse.Namespace) -> list[str]:
     if args.init_camera:
         convert.add_neutral_camera(state, model)
     convert.check_shapes(state, model)
-    dtypes = convert.target_dtypes(state, DTYPES[args.dtype])
-    write_folder(
-        args, model, state, dtypes, COMPONENTS if diffusers_layout else (), INDEX | {"_class_name": "WanPipeline"}
-    )
-    lines = report(state, dtypes, args.out / WEIGHTS, "camera", is_recam_weight)
+    parts, index = COMPONENTS if diffusers_layout else (), model_folder.INDEX | {"_class_name": "WanPipeline"}
+    lines = model_folder.write_folder(args, model, state, parts, index, "camera", is_recam_weight)
     lines += [f"dropped the prefix {renaming.prefix!r}"] if renaming.prefix else []
     lines += ["added camera modules without effect: zero cam_encoder, identity projector"] if args.init_camera else []
     if not diffusers_layout:
@@ -95,34 +80,30 @@ def forward(args: argparse.Namespace) -> list[str]:
     return lines
 
 
-def is_recam_weight(name: str) -> bool:
-    return is_camera_weight(ReCamTransformer3DModel, name)
-
-
 def back(args: argparse.Namespace) -> list[str]:
     """Write the file with the original names and return the lines to print; ValueError as in `forward`."""
-    folder, config, checkpoint = read_transformer(args.back, ReCamTransformer3DModel)
+    folder, config, checkpoint = model_folder.read_transformer(args.back, ReCamTransformer3DModel)
     renaming = convert.plan_renaming(checkpoint, convert.text_to_video_layout(checkpoint), back=True)
     if renaming.layout is convert.WAN:
         raise ValueError(
             f"{folder} holds weights of base Wan without camera tensors, but config.json of "
-            f"{ReCamTransformer3DModel.__name__}: {OWN_FOLDER}"
+            f"{ReCamTransformer3DModel.__name__}: {model_folder.OWN_FOLDER}"
         )
     convert.check_shapes(checkpoint, convert.empty_model(convert.recam_config(config)))
-    return write_published(args, renaming.apply(checkpoint), "camera", is_recam_weight)
+    return model_folder.write_published(args, renaming.apply(checkpoint), "camera", is_recam_weight)
 
 
 def read_wan(folder: Path) -> tuple[dict[str, Any], bool]:
     """Return the ReCam transformer's configuration for the Wan in `folder`, and whether that has diffusers layout."""
-    if (folder / "transformer" / "config.json").is_file():
-        check_components(folder, COMPONENTS)
-        return convert.recam_config(read_json_object(folder / "transformer" / "config.json", WAY_OUT)), True
+    if (file := folder / "transformer" / "config.json").is_file():
+        model_folder.check_components(folder, COMPONENTS)
+        return convert.recam_config(read_json_object(file, model_folder.WAY_OUT)), True
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"--wan {folder} has neither transformer/config.json nor config.json: give Wan2.1-T2V-1.3B-Diffusers, or "
             "the folder of the original files"
         )
-    found = read_json_object(folder / "config.json", WAY_OUT)
+    found = read_json_object(folder / "config.json", model_folder.WAY_OUT)
     if found.get("_class_name") != "WanModel":
         raise ValueError(f"--wan {folder} holds a {found.get('_class_name')} alone: give the whole folder, its parent")
     return convert.recam_config(found), False

@@ -24,25 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 
 import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
 
-from flow_grpo.models.files import convert
-from flow_grpo.models.files import model_files
+from flow_grpo.models.files import convert, model_files
 from flow_grpo.models.networks.redirector_transformer import ReDirectorTransformer3DModel, is_phase_weight
 from flow_grpo.runtime.json_files import read_json_object
 from tools.common import make_parser
-from tools.conversion.model_folder import (
-    DTYPES,
-    INDEX,
-    OWN_FOLDER,
-    WAY_OUT,
-    WEIGHTS,
-    add_options,
-    check_components,
-    convert_checkpoint,
-    read_transformer,
-    report,
-    write_folder,
-    write_published,
-)
+from tools.conversion import model_folder
 
 COMPONENTS = ("vae", "text_encoder", "tokenizer", "scheduler", "image_encoder", "image_processor")
 IMAGE_INDEX = {
@@ -58,8 +44,8 @@ def main(words: Sequence[str] | None = None) -> int:
     add("--step", type=Path, metavar="FILE", help="ReDirector's checkpoint, stepN.safetensors")
     add("--base", type=Path, metavar="FOLDER", help="Wan2.1-Fun-V1.1-1.3B-Control-Camera, original files")
     add("--wan", type=Path, metavar="FOLDER", help="Wan2.1-I2V-14B-480P-Diffusers, for all but the transformer")
-    add_options(parser)
-    return convert_checkpoint(parser.parse_args(words), _check, forward, back)
+    model_folder.add_options(parser)
+    return model_folder.convert_checkpoint(parser.parse_args(words), _check, forward, back)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -71,17 +57,17 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def forward(args: argparse.Namespace) -> list[str]:
-    check_components(args.wan, COMPONENTS)
-    found = read_json_object(args.base / "config.json", WAY_OUT)
+    model_folder.check_components(args.wan, COMPONENTS)
+    found = read_json_object(args.base / "config.json", model_folder.WAY_OUT)
     base = model_files.read_checkpoint(model_files.weights_path(args.base))
     state, below, above = convert.with_step(base, model_files.read_checkpoint(args.step))
     model = convert.empty_model(convert.redirector_config(found, state), ReDirectorTransformer3DModel)
     convert.check_shapes(state, model)
-    dtypes = convert.target_dtypes(state, DTYPES[args.dtype])
-    write_folder(args, model, state, dtypes, COMPONENTS, INDEX | IMAGE_INDEX)
+    index = model_folder.INDEX | IMAGE_INDEX
+    lines = model_folder.write_folder(args, model, state, COMPONENTS, index, "phase", is_phase_weight)
     replaced = len(below.names.keys() & above.names.keys())
     return [
-        *report(state, dtypes, args.out / WEIGHTS, "phase", is_phase_weight),
+        *lines,
         f"{len(base)} tensors of the base, {len(above.names)} of the step, {replaced} of which replace the base's",
         *(f"dropped the prefix {one.prefix!r} of {one.layout.title}" for one in (below, above) if one.prefix),
     ]
@@ -89,11 +75,11 @@ def forward(args: argparse.Namespace) -> list[str]:
 
 def back(args: argparse.Namespace) -> list[str]:
     """Write the file with the published names and return the lines to print; ValueError as in `forward`."""
-    _, config, checkpoint = read_transformer(args.back, ReDirectorTransformer3DModel)
+    _, config, checkpoint = model_folder.read_transformer(args.back, ReDirectorTransformer3DModel)
     renaming = convert.plan_renaming(checkpoint, convert.REDIRECTOR, back=True)
-    fields = convert.model_fields(config, ReDirectorTransformer3DModel, OWN_FOLDER)
+    fields = convert.model_fields(config, ReDirectorTransformer3DModel, model_folder.OWN_FOLDER)
     convert.check_shapes(checkpoint, convert.empty_model(fields, ReDirectorTransformer3DModel))
-    return write_published(args, renaming.apply(checkpoint), "phase", lambda name: ".rope_phase_" in name)
+    return model_folder.write_published(args, renaming.apply(checkpoint), "phase", lambda name: ".rope_phase_" in name)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,6 @@ MOST_SECONDS = 900.0  # per video: about 18 times the usual time at 480x832
 class Finished:
     """The result of one video."""
 
-    key: str  # `input_hash` of its task
     row: dict[str, Any]  # its line of the tables
     poses: torch.Tensor  # (F, 4, 4) estimated, NaN where not registered
     cached: bool = False  # read from an earlier call's file
@@ -243,10 +242,10 @@ def measure(
         frames = frame_numbers(len(task.commanded))
         call = (task.file, len(task.commanded), frames, task.focal_px)
         outcome = pool.run(estimate, [call], seconds=seconds, what=f"video {task.name}")[0]
-        finished = judge(task, key, outcome)
+        finished = judge(task, outcome)
         if not outcome.fault:  # a failure of the estimator itself is retried by the next call
             poses = [pose.tolist() if pose.isfinite().all() else None for pose in finished.poses]
-            content = {"key": finished.key, "row": finished.row, "poses": poses}
+            content = {"key": key, "row": finished.row, "poses": poses}
             write_atomically(_row_file(out, task), json.dumps(content, allow_nan=False))
         return finished
 
@@ -272,7 +271,7 @@ def estimate(video: Path, num_frames: int, frames: Sequence[int], focal_px: floa
     return dataclasses.replace(found, cpu_seconds=time.process_time() - begun)
 
 
-def judge(task: EvaluationTask, key: str, outcome: Outcome[Estimate], frames: Sequence[int] | None = None) -> Finished:
+def judge(task: EvaluationTask, outcome: Outcome[Estimate], frames: Sequence[int] | None = None) -> Finished:
     """Compare the estimated with the commanded path at `frames`, by default those of `measure`; return the row."""
     frames = frame_numbers(len(task.commanded)) if frames is None else list(frames)
     commanded = task.commanded[frames]
@@ -301,7 +300,7 @@ def judge(task: EvaluationTask, key: str, outcome: Outcome[Estimate], frames: Se
         "cpu_seconds": round(seen.cpu_seconds, 2),
         "asked": command_hash(task),
     }
-    return Finished(key, row, poses)
+    return Finished(row, poses)
 
 
 def _row_file(out: Path, task: EvaluationTask) -> Path:
@@ -315,7 +314,7 @@ def read_row(out: Path, task: EvaluationTask, key: str) -> Finished | None:
             return None
         lost = [[math.nan] * 4] * 4
         poses = torch.tensor([pose or lost for pose in content["poses"]], dtype=torch.float64)
-        return Finished(key, content["row"], poses, cached=True)
+        return Finished(content["row"], poses, cached=True)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -317,8 +317,6 @@ def load(args: argparse.Namespace) -> Versions:
     making: dict[str, Any] = {"guidance_scale": args.guidance, "negative_prompt": args.negative_prompt}
     making |= {"max_prompt_tokens": args.max_prompt_tokens, "round_timestep": args.round_timestep}
     making |= {"dtype": DTYPES[args.dtype], "device": device}
-    if args.adapter is None:
-        return {AFTER: (WanPolicy(networks, **making), contextlib.nullcontext)}
     after = adapted_policy(networks, args.adapter, **making)
     if not args.before:
         return {AFTER: (after, contextlib.nullcontext)}

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -52,15 +53,6 @@ class Encoding:
     encode: Callable[[], object]  # makes the entry
 
 
-@dataclasses.dataclass
-class Tally:
-    """The outcome of a rank's tasks."""
-
-    made: int = 0
-    kept: int = 0
-    problems: list[str] = dataclasses.field(default_factory=list)
-
-
 def main(words: Sequence[str] | None = None) -> int:
     known, overrides = make_parser(__doc__, recipe=True).parse_known_args(words)
     world = None
@@ -79,8 +71,8 @@ def main(words: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return refuse(error, world)
     with world.sync_errors("encoding"):
-        tally = work(tasks, world)
-    problems = report(tally, config, world)
+        counts, problems = work(tasks, world)
+    problems = report(counts, problems, config, world)
     process_group.shut_down(world)
     return 1 if problems else 0
 
@@ -124,31 +116,31 @@ def prompt_tasks(config: Config, splits: Sequence[ConditionDataset], encodings: 
         yield Encoding(f"prompt {prompt[:60]!r}", known, encode)
 
 
-def work(tasks: Sequence[Encoding], world: World) -> Tally:
+def work(tasks: Sequence[Encoding], world: World) -> tuple[Counter[str], list[str]]:
     """Run this rank's share of the tasks; return how many were encoded or already cached, and the unreadable files."""
     tasks = tasks[world.data.rank :: world.data.size]
-    tally, begun, reported = Tally(), time.perf_counter(), time.perf_counter()
+    counts, problems = Counter(made=0, kept=0), []
+    begun = reported = time.perf_counter()
     for number, task in enumerate(tasks, 1):
         try:
             if task.is_there():
-                tally.kept += 1
+                counts["kept"] += 1
             else:
                 task.encode()
-                tally.made += 1
+                counts["made"] += 1
         except ValueError as error:
-            tally.problems.append(f"{task.name}: {error}")
+            problems.append(f"{task.name}: {error}")
         now = time.perf_counter()
         if world.is_main and now - reported > REPORT_S:
             reported, left = now, (now - begun) / number * (len(tasks) - number)
             print(f"{number} of {len(tasks)} on rank 0, about {left / 60:.0f} min left", flush=True)
-    return tally
+    return counts, problems
 
 
-def report(tally: Tally, config: Config, world: World) -> list[str]:
+def report(counts: Counter[str], problems: Sequence[str], config: Config, world: World) -> list[str]:
     """Print the totals and failures of all ranks, and return the failures. Collective call."""
-    counts = world.data.all_gather_scalars({"made": tally.made, "kept": tally.kept})
-    made, kept = (int(count.sum()) for count in counts.values())
-    problems = [line for text in world.data.gather_text("\n".join(tally.problems)) for line in text.splitlines()]
+    made, kept = (int(count.sum()) for count in world.data.all_gather_scalars(counts).values())
+    problems = [line for text in world.data.gather_text("\n".join(problems)) for line in text.splitlines()]
     if world.is_main:
         print(f"{made} encoded, {kept} were there, {len(problems)} failed: {config.model.encodings}", flush=True)
         for problem in problems:

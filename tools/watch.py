@@ -146,14 +146,6 @@ def written(folder: Path) -> float:
     return max(changed(folder / name) for name in MARKS)
 
 
-@dataclasses.dataclass(frozen=True)
-class Look:
-    """How a terminal can show a run."""
-
-    width: int  # columns
-    plain: bool  # ASCII only
-
-
 def main(words: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, or of several: then its newest")
@@ -168,14 +160,14 @@ def main(words: Sequence[str] | None = None) -> int:
         signal.signal(number, signal.default_int_handler)  # leaves the terminal as it was
     terminal = sys.stdout.isatty()
     console = Console(width=None if terminal else 120, markup=False, highlight=False)
-    look = Look(console.width, args.ascii or console.options.ascii_only)
+    plain = args.ascii or console.options.ascii_only
     try:
         run, which = find_run(args.run)
         if args.once or not terminal:
-            for part in picture(take(run), which, look):
+            for part in picture(take(run), which, console.width, plain=plain):
                 console.print(part, soft_wrap=isinstance(part, Text))  # lines keep their length: paths stay whole
         else:
-            show_live(run, f"{which}  (q: leave)".strip(), console, look, every=args.every)
+            show_live(run, f"{which}  (q: leave)".strip(), console, every=args.every, plain=plain)
     except ValueError as error:
         return fail(error)
     except KeyboardInterrupt:
@@ -183,9 +175,9 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def show_live(run: Path, which: str, console: Console, look: Look, *, every: float) -> None:
+def show_live(run: Path, which: str, console: Console, *, every: float, plain: bool) -> None:
     def screen() -> Group:
-        return Group(*picture(take(run), which, dataclasses.replace(look, width=console.width)))
+        return Group(*picture(take(run), which, console.width, plain=plain))
 
     with Live(screen(), console=console, screen=True, auto_refresh=False) as live, keys() as pressed:
         while pressed(every) not in ("q", "Q"):
@@ -213,13 +205,13 @@ def keys() -> Iterator[Callable[[float], str]]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def picture(run: Snapshot, which: str, look: Look) -> list[RenderableType]:
+def picture(run: Snapshot, which: str, width: int, *, plain: bool) -> list[RenderableType]:
     title = Text.assemble((str(run.folder), "bold"), f"  {which}".rstrip())
     about = []
     if run.starts:
         device = run.start.device.partition(";")[0].removeprefix("device ")
         about = [Text(f"{run.start.recipe}, {run.start.ranks} rank(s) on {device}")]
-    parts = *progress(run, look), *metrics(run, look), *files(run)
+    parts = *progress(run, plain), *metrics(run, width, plain), *files(run)
     return [title, *about, state(run), *warnings(run), *parts]
 
 
@@ -245,14 +237,14 @@ def state(run: Snapshot) -> Text:
     return Text(message, style=COLOURS[run.state])
 
 
-def progress(run: Snapshot, look: Look) -> Iterator[RenderableType]:
+def progress(run: Snapshot, plain: bool) -> Iterator[RenderableType]:
     if num_epochs := run.knob("num_epochs", 0):
         line = Table.grid(padding=(0, 2))
         bar = ProgressBar(total=num_epochs, completed=run.finished, width=BAR)
         speed = "" if math.isnan(run.epoch_s) else f"{run.epoch_s:.3g} s an epoch"
         left = f"ETA {span(run.left_s)}" if run.state == "running" and speed else ""
         shown: RenderableType = bar
-        if look.plain:
+        if plain:
             done = min(BAR, BAR * run.finished // num_epochs)
             shown = "#" * done + "." * (BAR - done)
         line.add_row("epochs", shown, f"{run.finished}/{num_epochs}", speed, left)
@@ -277,10 +269,10 @@ def files(run: Snapshot) -> Iterator[Text]:
         yield Text(f"video   {run.folder}/{VIDEOS}/{video.file}" + (f"\n        {video.caption}" * bool(video.caption)))
 
 
-def metrics(run: Snapshot, look: Look) -> Iterator[RenderableType]:
+def metrics(run: Snapshot, width: int, plain: bool) -> Iterator[RenderableType]:
     if not run.rows:
         return
-    letters, length = LETTERS if look.plain else BLOCKS, 24 if look.width >= WIDE else 10
+    letters, length = LETTERS if plain else BLOCKS, 24 if width >= WIDE else 10
     table = Table("metric", box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
     table.columns[0].min_width = 24
     table.add_column("first", justify="right", min_width=9)

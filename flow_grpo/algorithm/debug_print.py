@@ -1,4 +1,4 @@
-"""The group structure of an epoch: printed with `config.debug`, its counts always asserted.
+"""The group structure of an epoch, printed with `config.debug`.
 
 The lines are an interface: users of the k-repeat sampler look for them word for word.
 """
@@ -107,25 +107,6 @@ def group_lines(gids: Tensor, slots: Tensor, indices: Tensor, world_size: int) -
         + ", ".join(f"copy {slot} on rank {rank}" for slot, rank in sorted(copies))
         for (gid, index), copies in sorted(places.items())
     ]
-
-
-def check_gathered(gids: Tensor, slots: Tensor, expected: int, k: int) -> None:
-    """Assert that all ranks together hold whole groups.
-
-    That is `expected` samples: expected / k groups of the k slots 0..k-1, each once.
-
-    Args:
-        gids: (N,) int64 group of every sample in gathered order.
-        slots: (N,) int64 copy number of every sample.
-        expected: how many samples the epoch has over all ranks.
-        k: group size.
-    """
-    assert len(gids) == expected, f"{len(gids)} samples were gathered, expected {expected}"
-    pairs = Counter(zip(gids.tolist(), slots.tolist(), strict=True))
-    groups = {gid for gid, _ in pairs}
-    assert len(groups) == expected // k, f"{len(groups)} groups were gathered, expected {expected // k}"
-    wrong = {gid for gid in groups if any(pairs[gid, slot] != 1 for slot in range(k))}
-    assert not wrong, f"groups {sorted(wrong)} do not hold each of the {k} copies once"
 
 
 def show(lines: Sequence[str]) -> None:

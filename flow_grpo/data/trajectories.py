@@ -10,18 +10,16 @@ assumed to coincide with the source's. A trajectory is written as
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from flow_grpo.data.dataset import VideoDataset
+from flow_grpo.data.dataset import ConditionDataset, file_id
 from flow_grpo.data.video_io import Size, VideoCache
 from flow_grpo.maths.poses import (
     PRESETS,
@@ -253,45 +251,32 @@ def outside_training(poses: Tensor) -> list[str]:
     return found
 
 
-class UserVideos(VideoDataset):
+class UserVideos(ConditionDataset):
     """Every video along every trajectory: index 0 is video 0 along trajectory 0, index 1 the same along trajectory 1.
 
     Frames are resized and centre-cropped as in training. There is no ground truth: target video, source poses and
     intrinsics are None. A condition's scene is the path of its video.
     """
 
-    def __init__(
-        self,
-        videos: str | Path | Sequence[str | Path],
-        trajectories: Sequence[Trajectory],
-        size: Size,
-        *,
-        prompt: str | Mapping[str, str],
-    ) -> None:
+    def __init__(self, videos: Sequence[Path], trajectories: Sequence[Trajectory], size: Size, *, prompt: str) -> None:
         """Read all trajectories; videos are read on demand.
 
         Args:
-            videos: files, or a folder whose videos are taken in order of name.
+            videos: files.
             trajectories: camera paths, each applied to every video.
             size: (T, height, width): the first T frames, 4n + 1 for Wan; in pixels.
-            prompt: caption of all videos, or file name -> caption.
+            prompt: caption of all videos.
 
         Raises:
-            ValueError: missing or empty folder, no or duplicate names, refused trajectory, no caption, bad size.
+            ValueError: no or duplicate names, or a refused trajectory.
         """
-        if min(size[1:]) < 1:
-            raise ValueError(f"user videos: height is {size[1]} and width {size[2]}, must be at least 1")
-        self.videos = find_videos(Path(videos)) if isinstance(videos, str | Path) else [Path(video) for video in videos]
-        self.trajectories = tuple(trajectories)
+        self.videos, self.trajectories = tuple(videos), tuple(trajectories)
         self._labels = [_label(trajectory) for trajectory in self.trajectories]
         for what, names in (("videos", self.videos), ("trajectories", self._labels)):
             if not names or len(set(names)) < len(names):
                 raise ValueError(f"user videos: {what} are {[*map(str, names)]}, must be at least one and none twice")
-        self._prompts = [prompt if isinstance(prompt, str) else _caption(prompt, v.name) for v in self.videos]
-        self._size = size
+        self._prompt, self._size = prompt, size
         self._paths = [camera_path(trajectory, size[0]) for trajectory in self.trajectories]
-        # The fingerprint takes a file's text: poses computed from it may differ in the last digit between machines.
-        self._texts = [Path(t).read_text("utf-8-sig") if _is_file(t) else "" for t in self.trajectories]
         self._cache = VideoCache()
 
     def __len__(self) -> int:
@@ -300,36 +285,24 @@ class UserVideos(VideoDataset):
     def make(self, index: int, gid: int, slot: int) -> Condition:
         """Build the condition at an index, see `condition`."""
         number, which = divmod(index, len(self.trajectories))
+        video, label = self.videos[number], self._labels[which]
         return Condition(
             index=index,
             gid=gid,
             slot=slot,
-            prompt=self._prompts[number],
-            source_video=self.source_video(index),
+            prompt=self._prompt,
+            source_video=self._cache.read(video, *self._size)[0].float() / 255,
             target_poses=self._paths[which].clone(),
-            scene=self.videos[number].as_posix(),
+            scene=video.as_posix(),
             source_camera="user",
-            target_camera=self._labels[which],
-            preset=None if _is_file(self.trajectories[which]) else self._labels[which],
-            source_id=self.source_id(index),
+            target_camera=label,
+            preset=None if _is_file(self.trajectories[which]) else label,
+            source_id=file_id(video),
         )
 
-    def source_file(self, index: int) -> Path:
-        """Path of the video."""
-        return self.videos[index // len(self.trajectories)]
-
-    def source_video(self, index: int) -> Tensor:
-        """Read the video (3, T, height, width), fp32 in [0, 1]."""
-        return self._cache.read(self.source_file(index), *self._size)[0].float() / 255
-
-    def prompt_of(self, index: int) -> str:
+    def prompt_of(self, index: int) -> str:  # noqa: ARG002
         """Prompt of the item."""
-        return self._prompts[index // len(self.trajectories)]
-
-    def fingerprint(self) -> str:
-        """Hash of video names and sizes, captions and trajectories; independent of where the files are."""
-        parts = [(v.name, v.stat().st_size, text) for v, text in zip(self.videos, self._prompts, strict=True)]
-        return hashlib.blake2b(json.dumps([parts, self._labels, self._texts]).encode(), digest_size=16).hexdigest()
+        return self._prompt
 
 
 def find_videos(folder: Path) -> list[Path]:
@@ -346,9 +319,3 @@ def _is_file(trajectory: Trajectory) -> bool:
 
 def _label(trajectory: Trajectory) -> str:
     return Path(trajectory).stem if _is_file(trajectory) else "".join(str(trajectory).split())
-
-
-def _caption(captions: Mapping[str, str], name: str) -> str:
-    if name not in captions:
-        raise ValueError(f"user videos: no caption of {name}, got those of {sorted(captions)}; add it")
-    return captions[name]

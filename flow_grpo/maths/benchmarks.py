@@ -11,17 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from flow_grpo.maths import poses
 from flow_grpo.maths.path_errors import LEAST_BASELINE_M, baseline_m, path_errors
-from flow_grpo.maths.poses import (
-    check_poses,
-    pose,
-    preset_path,
-    relative,
-    rot_err,
-    rotation_matrix,
-    rotation_vector,
-    trans_err,
-)
 
 PRESET_FRAMES = 81  # of the file that defines the presets; a path of more or fewer frames keeps their speed
 PRINTED_DIGITS = 2  # ReDirector's code rounds both errors of a video, degrees and share of the path, before any mean
@@ -37,17 +28,17 @@ def preset_at_own_speed(name: str, frames: int) -> Tensor:
     Raises:
         ValueError: unknown name, or fewer than one frame.
     """
-    preset_path(name, frames)  # refuses both
-    original = preset_path(name, PRESET_FRAMES)
+    poses.preset_path(name, frames)  # refuses both
+    original = poses.preset_path(name, PRESET_FRAMES)
     rotation, centres = original[:, :3, :3], original[:, :3, 3]
     steps = (rotation[:-1].mT @ centres.diff(dim=0)[..., None])[..., 0]
     places = torch.linspace(0, len(steps) - 1, frames - 1, dtype=torch.float64)
     before = places.floor().long().clamp(max=len(steps) - 2)
     steps = torch.lerp(steps[before], steps[before + 1], (places - before)[:, None])
     count = torch.arange(frames, dtype=torch.float64)[:, None]
-    turned = rotation_matrix(count * rotation_vector(rotation[1]))
+    turned = poses.rotation_matrix(count * poses.rotation_vector(rotation[1]))
     moved = (turned[1:] @ steps[..., None])[..., 0].cumsum(0)
-    return pose(turned, torch.cat([torch.zeros(1, 3, dtype=torch.float64), moved]))
+    return poses.pose(turned, torch.cat([torch.zeros(1, 3, dtype=torch.float64), moved]))
 
 
 def printed_errors(commanded: Tensor, estimated: Tensor) -> tuple[float, float]:
@@ -76,8 +67,8 @@ def redirect4d_errors(commanded: Tensor, estimated: Tensor) -> dict[str, object]
         commanded: (F, 4, 4) camera-to-world in metres, in any world.
         estimated: (F, 4, 4) camera-to-world in metres, in any world.
     """
-    commanded, estimated = relative(commanded[0], commanded), relative(estimated[0], estimated)
-    turns, ways = rot_err(commanded, estimated), trans_err(commanded, estimated)
+    commanded, estimated = poses.relative(commanded[0], commanded), poses.relative(estimated[0], estimated)
+    turns, ways = poses.rot_err(commanded, estimated), poses.trans_err(commanded, estimated)
     return {
         "n_frames": len(turns),
         "rot_err_rad_per_frame": turns.tolist(),
@@ -98,9 +89,9 @@ def from_world_to_camera(matrices: Tensor) -> Tensor:
     """
     if matrices.ndim != 3 or matrices.shape[1:] != (3, 4):
         raise ValueError(f"world-to-camera matrices have shape {tuple(matrices.shape)}, must be (F, 3, 4)")
-    poses = pose(matrices[:, :, :3].double(), matrices[:, :, 3].double())
-    check_poses(poses, "world-to-camera matrices")
-    inverse: Tensor = torch.linalg.inv(poses)
+    found = poses.pose(matrices[:, :, :3].double(), matrices[:, :, 3].double())
+    poses.check_poses(found, "world-to-camera matrices")
+    inverse: Tensor = torch.linalg.inv(found)
     return inverse
 
 
@@ -111,4 +102,4 @@ def quaternion_matrix(quaternions: Tensor) -> Tensor:
     real, imaginary = real.abs(), torch.where(real < 0, -imaginary, imaginary)
     size = torch.linalg.vector_norm(imaginary, dim=-1, keepdim=True)
     angle = 2 * torch.atan2(size, real)
-    return rotation_matrix(angle * imaginary / size.clamp(min=torch.finfo(torch.float64).tiny))
+    return poses.rotation_matrix(angle * imaginary / size.clamp(min=torch.finfo(torch.float64).tiny))

@@ -13,17 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from flow_grpo.maths.poses import (
-    ZERO_BASELINE,
-    cam_mc,
-    relative,
-    rot_deg_frame_mean,
-    rot_deg_pair_mean,
-    rot_err,
-    trans_err,
-    trans_m_mean,
-    trans_sim3_rel,
-)
+from flow_grpo.maths import poses
 
 LEAST_BASELINE_M = 0.01  # a shorter commanded path is a pure rotation: its translation error has no scale
 LEAST_FRAMES = 3  # fewer cannot be aligned
@@ -64,29 +54,29 @@ def path_errors(commanded: Tensor, estimated: Tensor, *, metric: bool = False) -
         return errors
     every, moves = bool(found.all()), baseline_m(commanded) >= LEAST_BASELINE_M
     commanded, estimated = commanded.double()[found], estimated.double()[found]
-    commanded, estimated = relative(commanded[0], commanded), relative(estimated[0], estimated)
+    commanded, estimated = poses.relative(commanded[0], commanded), poses.relative(estimated[0], estimated)
     values = {
-        "rot_deg_mean": rot_deg_pair_mean(commanded, estimated),
-        "rot_deg_frame_mean": rot_deg_frame_mean(commanded, estimated),
+        "rot_deg_mean": poses.rot_deg_pair_mean(commanded, estimated),
+        "rot_deg_frame_mean": poses.rot_deg_frame_mean(commanded, estimated),
     }
     if every:
-        values["rot_rad_sum"] = rot_err(commanded, estimated).sum(-1)
+        values["rot_rad_sum"] = poses.rot_err(commanded, estimated).sum(-1)
     if metric:
-        values["trans_m_mean"] = trans_m_mean(commanded, estimated)
+        values["trans_m_mean"] = poses.trans_m_mean(commanded, estimated)
     if moves:
-        values["trans_sim3_rel"] = trans_sim3_rel(commanded, estimated)
+        values["trans_sim3_rel"] = poses.trans_sim3_rel(commanded, estimated)
     if moves and every:
         ours, theirs = _over_reach(commanded), _over_reach(estimated)
-        values["trans_rel_sum"] = trans_err(ours, theirs).sum(-1)
-        values["cam_mc_rel_sum"] = cam_mc(ours, theirs).sum(-1)
+        values["trans_rel_sum"] = poses.trans_err(ours, theirs).sum(-1)
+        values["cam_mc_rel_sum"] = poses.cam_mc(ours, theirs).sum(-1)
     # The registered frames may be static although the whole path moves: their errors are NaN.
     return errors | {name: float(value) for name, value in values.items() if math.isfinite(value)}
 
 
-def _over_reach(poses: Tensor) -> Tensor:
-    """Scale camera centres of poses (F, 4, 4) by the largest distance from the first; static paths are unchanged."""
-    reach = torch.linalg.vector_norm(poses[:, :3, 3], dim=-1).max()
-    scaled = poses.clone()
-    if float(reach) > ZERO_BASELINE:
+def _over_reach(path: Tensor) -> Tensor:
+    """Scale camera centres of a path (F, 4, 4) by the largest distance from the first; static paths are unchanged."""
+    reach = torch.linalg.vector_norm(path[:, :3, 3], dim=-1).max()
+    scaled = path.clone()
+    if float(reach) > poses.ZERO_BASELINE:
         scaled[:, :3, 3] /= reach
     return scaled

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -15,24 +16,19 @@ from flow_grpo.settings.own_code import check_call, load_own
 KNOB = "reward.weights"
 
 
+@dataclasses.dataclass
 class FunctionReward:
-    """A plain function as a reward, without measures and without a noise floor of its own.
+    """A plain function as a reward, without measures and without a noise floor of its own."""
 
-    Args:
-        name: key of its weight.
-        function: takes videos (B, 3, T, h, w) in [0, 1] and B conditions, returns (B,) scores.
-    """
-
-    floor = 0.0
-    measures = ()
-
-    def __init__(self, name: str, function: Callable[[Tensor, Sequence[Condition]], Tensor]) -> None:
-        self.name = name
-        self._function = function
+    name: str  # key of its weight
+    # Takes videos (B, 3, T, h, w) in [0, 1] and B conditions, returns (B,) scores.
+    function: Callable[[Tensor, Sequence[Condition]], Tensor]
+    floor: ClassVar[float] = 0.0
+    measures: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
         """Score videos (B, 3, T, h, w); ValueError unless the function returns (B,) scores."""
-        values = self._function(videos, conditions)
+        values = self.function(videos, conditions)
         if not isinstance(values, Tensor) or values.shape != (len(conditions),):
             got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
             raise ValueError(

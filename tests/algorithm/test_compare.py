@@ -1,5 +1,6 @@
 """Gathering and comparing: positions, masks, own rows, statistics."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -203,6 +204,24 @@ def test_statistics_leave_out_rewards_without_any_valid_sample_and_the_nan_of_a_
     assert gathered.info["brightness_percent"].isnan().tolist() == [False, True, False, False]
     metrics = reward_metrics(gathered, {"brightness": 1.0})
     assert all(torch.tensor(value).isfinite() for value in metrics.values())
+
+
+@pytest.mark.parametrize(
+    ("gids", "slots", "message"),
+    [
+        ([1, 1, 2, 2], [0, 1, 0, 1], None),
+        ([1, 2, 1, 2], [0, 0, 1, 1], None),
+        ([1, 1, 2], [0, 1, 0], "3 samples were gathered, expected 4"),
+        ([1, 1, 1, 1], [0, 1, 0, 1], "1 groups were gathered, expected 2"),
+        ([1, 1, 2, 2], [0, 1, 0, 0], r"groups \[2\] do not hold each of the 2 copies once"),
+        ([1, 1, 1, 2], [0, 1, 1, 0], r"groups \[1, 2\] do not hold"),
+    ],
+)
+def test_the_gathered_counts_are_asserted_always(gids, slots, message):
+    context = pytest.raises(AssertionError, match=message) if message else contextlib.nullcontext()
+    gathered = gathered_of([0.0] * len(gids), gids, slots=torch.tensor(slots))
+    with context:
+        compare.check(gathered, sample_config(k=2, num_batches_per_epoch=2), World())
 
 
 def test_duplicated_noise_over_ranks_is_found_in_the_gathered_facts():

@@ -105,8 +105,8 @@ def test_the_pull_to_the_averaged_weights_is_the_squared_distance_of_the_velocit
             weight.data -= 0.1
 
     free = objective(policy)
-    held = dataclasses.replace(free.with_settings(train_config(forward_levels=2, trust_coef=0.5)), average=average)
-    free = free.with_settings(train_config(forward_levels=2, trust_coef=0.0))
+    held = dataclasses.replace(free, train=train_config(forward_levels=2, trust_coef=0.5), average=average)
+    free = dataclasses.replace(free, train=train_config(forward_levels=2, trust_coef=0.0))
     latents, sigma, _ = free.noised(samples, 0)
     with torch.no_grad():
         own = policy.velocity(latents, sigma, samples.conditioning)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 
 import pytest
 import torch
@@ -255,22 +254,26 @@ def folder(tmp_path):
 
 
 def open_folder(folder, **changes) -> UserVideos:
-    values = {"videos": folder, "trajectories": ["pan_left", folder / "arc.json"], "size": (5, 16, 16), "prompt": "a"}
+    values = {
+        "videos": find_videos(folder),
+        "trajectories": ["pan_left", folder / "arc.json"],
+        "size": (5, 16, 16),
+        "prompt": "a",
+    }
     return UserVideos(**{**values, **changes})
 
 
 def test_every_video_goes_along_every_trajectory(folder):
-    dataset = open_folder(folder, prompt={"dog.mp4": "a dog", "walk.mp4": "a walk", "cat.mp4": "a cat"})
+    dataset = open_folder(folder)
     conditions = [dataset.condition(index) for index in range(len(dataset))]
     assert len(open_folder(folder, trajectories=["pan_left"])) == 2
     dog, walk = ((folder / name).as_posix() for name in ("dog.mp4", "walk.mp4"))
     assert [(c.index, c.scene, c.target_camera, c.preset, c.prompt) for c in conditions] == [
-        (0, dog, "pan_left", "pan_left", "a dog"),
-        (1, dog, "arc", None, "a dog"),
-        (2, walk, "pan_left", "pan_left", "a walk"),
-        (3, walk, "arc", None, "a walk"),
+        (0, dog, "pan_left", "pan_left", "a"),
+        (1, dog, "arc", None, "a"),
+        (2, walk, "pan_left", "pan_left", "a"),
+        (3, walk, "arc", None, "a"),
     ]
-    assert [dataset.prompt_of(index) for index in range(4)] == [c.prompt for c in conditions]
     for condition in conditions:
         number = int("dog" in condition.scene)
         assert torch.equal(condition.source_video * 255, fit_video(clip(number, 7, 20, 30)[:, :5], 16, 16).float())
@@ -294,26 +297,6 @@ def test_an_item_depends_on_its_index_alone(folder):
         two.target_poses.zero_()
 
 
-def test_the_fingerprint_covers_videos_captions_and_paths_but_not_the_folder(folder, tmp_path):
-    expected = open_folder(folder).fingerprint()
-    other = shutil.copytree(folder, tmp_path / "other")
-    files = sorted(folder.glob("[!.]*.mp4"))
-    assert open_folder(other).fingerprint() == expected == open_folder(folder, videos=files).fingerprint()
-    write(other / "arc.json", preset_path("arc_left", 5).tolist())
-    changed = [
-        open_folder(folder, videos=files[::-1]),
-        open_folder(folder, videos=files[:1]),
-        open_folder(folder, trajectories=["pan_right", folder / "arc.json"]),
-        open_folder(folder, trajectories=["pan_left:0.9", folder / "arc.json"]),
-        open_folder(folder, prompt="another"),
-        open_folder(other),
-    ]
-    texts = {expected, *(dataset.fingerprint() for dataset in changed)}
-    assert len(texts) == 1 + len(changed)
-    (folder / "dog.mp4").write_bytes((folder / "dog.mp4").read_bytes() + b"0")
-    assert open_folder(folder).fingerprint() not in texts
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -322,9 +305,7 @@ def test_the_fingerprint_covers_videos_captions_and_paths_but_not_the_folder(fol
         ({"trajectories": ["spin"]}, "names 'spin'"),
         ({"videos": []}, "videos are []"),
         ({"videos": ["a.mp4", "a.mp4"]}, "none twice"),
-        ({"size": (5, 0, 16)}, "height is 0"),
         ({"size": (0, 16, 16)}, "is 0, must be at least 1"),
-        ({"prompt": {"dog.mp4": "a dog"}}, "no caption of walk.mp4"),
     ],
 )
 def test_bad_arguments_are_refused(folder, changes, reason):

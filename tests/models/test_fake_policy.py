@@ -32,4 +32,4 @@ def test_no_text_encoder_is_loaded():
     config = load_config("config/grpo.py:tiny_recam")
     policy = FakePolicy(config)
     assert policy.encodings.prompt("x").shape == (8, transformer_config(RECAM, config.model.path)["text_dim"])
-    assert not policy.texts.loaded
+    assert policy.texts._network is None

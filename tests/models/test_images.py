@@ -41,9 +41,9 @@ def by_hand(frame: torch.Tensor) -> torch.Tensor:
 
 def test_features_are_those_of_the_penultimate_layer(folder):
     made = encoder(folder)
-    assert not made.loaded
+    assert made._network is None
     found = made.embed(picture())
-    assert made.loaded and found.shape == (5, 20) and found.dtype == torch.float32
+    assert made._network is not None and found.shape == (5, 20) and found.dtype == torch.float32
     torch.testing.assert_close(found, by_hand(picture()), rtol=1e-5, atol=1e-6)
 
 

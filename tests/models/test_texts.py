@@ -32,10 +32,10 @@ def test_the_network_is_loaded_by_the_first_prompt(tmp_path):
         return tiny_text_encoder()
 
     made = TextEncoder(open_network, tiny_tokenizer, "x", width=16, device=CPU)
-    assert not made.loaded
+    assert made._network is None
     made.embed("a room", 6)
     made.embed("pan left", 6)
-    assert made.loaded and len(calls) == 1
+    assert made._network is not None and len(calls) == 1
 
 
 @torch.no_grad()

@@ -87,8 +87,8 @@ def test_a_run_s_conditions_are_generated_before_and_after_training(world, tmp_p
 
 
 def test_videos_are_sampled_with_the_evaluation_s_guidance(world, tmp_path, monkeypatch):
-    asked, policy = {}, videos.WanPolicy
-    monkeypatch.setattr(videos, "WanPolicy", lambda *given, **more: (asked.update(more), policy(*given, **more))[1])
+    asked, made = {}, videos.adapted_policy
+    monkeypatch.setattr(videos, "adapted_policy", lambda *given, **more: (asked.update(more), made(*given, **more))[1])
     assert evaluate.main(words(world, tmp_path, eval__guidance_scale=3, eval__negative_prompt="dark")) == 0
     assert (asked["guidance_scale"], asked["negative_prompt"]) == (3.0, "dark")
 

@@ -77,7 +77,7 @@ def share_of_rank(world: World, arguments: list[str]) -> int:
     config = load_config(arguments[1], arguments[2:])
     splits = [multicam_data(config.data, split) for split in ("train", "val")]
     encodings = precompute.open_encodings(config, torch.device("cpu"))
-    return precompute.work([*precompute.video_tasks(splits, encodings)], world).made
+    return precompute.work([*precompute.video_tasks(splits, encodings)], world)[0]["made"]
 
 
 def test_ranks_share_the_work_and_make_the_same_files_as_one(world, tmp_path):

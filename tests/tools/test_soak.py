@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from flow_grpo.algorithm.update import updater
 from flow_grpo.rewards.base import RewardSet
@@ -78,7 +79,7 @@ for number, step in enumerate(range(finished + 1, {EPOCHS} + 1)):
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
         partial = run / f"part_{{step}}"
         partial.mkdir(exist_ok=True)
-        (partial / "state.safetensors").write_text(str(step))
+        (partial / "state.safetensors").write_bytes((2).to_bytes(8, "little") + b"{{}}")  # no tensors
         partial.rename(run / "checkpoints" / f"checkpoint_{{step:06d}}")
     if any(told("stop", rank).exists() for rank in range(2)):
         break
@@ -137,13 +138,21 @@ def test_a_process_left_over_is_counted_and_killed(tmp_path, monkeypatch):
     assert started.left >= 1 and started.fault == "none" and not started.struck
 
 
+def save(file: Path, value: float) -> None:
+    save_file({"a": torch.tensor(value)}, file)
+
+
 @pytest.mark.parametrize(
     ("file", "content", "found"),
     [
-        ("checkpoints/checkpoint_000002/rank_0.safetensors", "other", "checkpoints/rank_0.safetensors"),
-        ("checkpoints/checkpoint_000001/rank_0.safetensors", "other", ""),  # an older one, kept or not
-        ("adapter/lora.safetensors", None, "adapter/lora.safetensors"),
-        ("adapter/more.safetensors", "more", "adapter/more.safetensors"),
+        (
+            "checkpoints/checkpoint_000002/rank_0.safetensors",
+            2.0,
+            "1 of 2 tensors differ, first checkpoint_000002/rank_0.safetensors: a",
+        ),
+        ("checkpoints/checkpoint_000001/rank_0.safetensors", 2.0, ""),  # an older one, kept or not
+        ("adapter/lora.safetensors", None, "1 tensors on one side only, such as adapter/lora.safetensors: a"),
+        ("adapter/more.safetensors", 1.0, "1 tensors on one side only, such as adapter/more.safetensors: a"),
         ("metrics.jsonl", '{"step": 1, "a": 2}\n', "1 of 2 metrics differ, first row 0: a"),
         ("metrics.jsonl", '{"step": 1, "a": 1, "time/x": 7, "system/y": 3}\n', ""),
         ("metrics.jsonl", '{"step": 0, "time/start_s": 7}\n{"step": 1, "a": 1}\n', ""),
@@ -155,12 +164,15 @@ def test_any_difference_but_in_times_is_named(tmp_path, file, content, found):
         for step in (1, 2):
             path = tmp_path / run / "checkpoints" / f"checkpoint_00000{step}" / "rank_0.safetensors"
             path.parent.mkdir(parents=True)
-            path.write_text("state")
+            save(path, 1.0)
         (tmp_path / run / "adapter").mkdir()
-        (tmp_path / run / "adapter" / "lora.safetensors").write_text("weights")
+        save(tmp_path / run / "adapter" / "lora.safetensors", 1.0)
         (tmp_path / run / "metrics.jsonl").write_text('{"step": 1, "a": 1, "time/x": 5}\n')
     changed = tmp_path / "other" / file
-    changed.unlink() if content is None else changed.write_text(content)
+    if content is None:
+        changed.unlink()
+    else:
+        save(changed, content) if isinstance(content, float) else changed.write_text(content)
     assert soak.difference(tmp_path / "one", tmp_path / "other") == found
 
 

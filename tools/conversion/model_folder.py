@@ -85,14 +85,17 @@ def write_folder(
     args: argparse.Namespace,
     model: Any,
     state: Mapping[str, Tensor],
-    dtypes: Mapping[str, torch.dtype],
     parts: Sequence[str],
     index: Mapping[str, Any],
-) -> None:
+    special: str,
+    is_special: Callable[[str], bool],
+) -> list[str]:
     """Write --out: the transformer, and beside it the `parts` of --wan, copied or linked; complete or absent.
 
-    Of `model` configuration and class are taken. `index` is what model_index.json says if --wan has none.
+    Of `model` configuration and class are taken. `index` is what model_index.json says if --wan has none. Returns the
+    lines to print, see `_report`.
     """
+    dtypes = convert.target_dtypes(state, DTYPES[args.dtype])
     with atomic_path(args.out) as partial:
         (partial / "transformer").mkdir(parents=True)
         model.save_config(partial / "transformer")
@@ -108,6 +111,7 @@ def write_folder(
             found["transformer"] = [type(model).__module__, type(model).__name__]
             (partial / "model_index.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     fsync(args.out.absolute().parent)
+    return _report(state, dtypes, args.out / WEIGHTS, special, is_special)
 
 
 def write_safetensors(file: Path, state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
@@ -139,15 +143,15 @@ def write_safetensors(file: Path, state: Mapping[str, Tensor], dtypes: Mapping[s
 def write_published(
     args: argparse.Namespace, state: Mapping[str, Tensor], special: str, is_special: Callable[[str], bool]
 ) -> list[str]:
-    """Write tensors under their published names to the file --out; return the lines to print, see `report`."""
+    """Write tensors under their published names to the file --out; return the lines to print, see `_report`."""
     dtypes = convert.target_dtypes(state, DTYPES[args.dtype], keep_fp32=False)  # one dtype throughout, as published
     with atomic_path(args.out) as partial:
         write_safetensors(partial, state, dtypes)
     fsync(args.out.absolute().parent)
-    return report(state, dtypes, args.out, special, is_special)
+    return _report(state, dtypes, args.out, special, is_special)
 
 
-def report(
+def _report(
     state: Mapping[str, Tensor],
     dtypes: Mapping[str, torch.dtype],
     file: Path,

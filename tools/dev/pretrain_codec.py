@@ -216,14 +216,14 @@ def ridge(normal: Tensor, right: Tensor) -> Tensor:
     return torch.linalg.solve(damped, right.double()).float()
 
 
-def psnr(first: Tensor, second: Tensor) -> float:
-    """Return the PSNR in dB of videos in [-1, 1], averaged over frames and clips."""
-    return float(psnr_db((first.clamp(-1, 1) + 1) / 2, (second + 1) / 2).mean())
-
-
 @torch.no_grad()
 def restore(codec: AutoencoderKLWan, clips: Tensor) -> Tensor:
     return codec.decode(codec.encode(clips).latent_dist.mode()).sample
+
+
+def quality(codec: AutoencoderKLWan, clips: Tensor) -> float:
+    """Return the PSNR in dB of what the codec makes of clips in [-1, 1], averaged over frames and clips."""
+    return float(psnr_db((restore(codec, clips).clamp(-1, 1) + 1) / 2, (clips + 1) / 2).mean())
 
 
 def multiscale(error: Tensor) -> Tensor:
@@ -283,19 +283,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="per rank")
     args = parser.parse_args()
     with processes(args) as (rank, world):
-        training, held_out = (
-            CodecTraining(args, load_clips(args, rank, world)),
-            to_signed(make_clips("codec-val", range(8))),
-        )
+        training = CodecTraining(args, load_clips(args, rank, world))
+        held_out = to_signed(make_clips("codec-val", range(8)))
         began = time.time()
         while training.step < args.steps:
             if rank == 0 and training.step == 0:
-                training.log({"step": 0, "val_psnr_db": round(psnr(restore(training.codec, held_out), held_out), 4)})
+                training.log({"step": 0, "val_psnr_db": round(quality(training.codec, held_out), 4)})
             row = training.advance(rank, world)
             if rank == 0 and training.step % 100 == 0:
                 training.seconds, began = training.seconds + time.time() - began, time.time()
-                quality = psnr(restore(training.codec, held_out), held_out)
-                row = {"step": training.step, **row, "val_psnr_db": quality, "seconds": training.seconds}
+                row |= {"val_psnr_db": quality(training.codec, held_out)}
+                row = {"step": training.step, **row, "seconds": training.seconds}
                 training.log({name: round(value, 4) for name, value in row.items()})
                 training.save()
         if rank == 0:

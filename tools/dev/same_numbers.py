@@ -45,83 +45,45 @@ class Case:
     name: str  # of its folder
     recipe: str  # of `config/grpo.py`
     ranks: int
-    overrides: tuple[str, ...]  # `section.knob=value`
+    overrides: str  # words, each `section.knob=value`
     model: str = ""  # kind of a random model that the run loads, "" for the recipe's own
-    resumed: tuple[str, ...] = ()  # changes with which the run is resumed once it has ended
+    resumed: str = ""  # changes with which the run is resumed once it has ended
 
 
 RANDOM_MODEL = "--heads 2 --head-dim 16 --layers 2 --ffn 64 --text-dim 32 --dtype fp32 --codec small"
+# A tiny model's whole life in seconds.
+SMALL = (
+    "sample.k=4 sample.train_batch_size=4 sample.num_batches_per_epoch=2 train.batch_size=4 train.copies=0 "
+    "eval.num_conditions=4 eval.batch_size=4 eval.videos=0"
+)
+BARE = (  # without trackers, videos and evaluations on the way
+    "max_minutes=0 log_videos_every=0 trackers= data.tiny_world=unit_test data.tune_scenes=0 eval.every=0 eval.gold= "
+    f"{SMALL}"
+)
 FORWARD = (
-    "train.objective=forward",
-    "train.step_weight=none",
-    "sample.sde=ode",
-    "sample.same_initial_noise=False",
-    "sample.share_prefix=False",
+    "num_epochs=2 train.objective=forward train.step_weight=none sample.sde=ode sample.same_initial_noise=False "
+    f"sample.share_prefix=False {SMALL}"
 )
-SMALL = (  # a tiny model's whole life in seconds
-    "sample.k=4",
-    "sample.train_batch_size=4",
-    "sample.num_batches_per_epoch=2",
-    "train.batch_size=4",
-    "train.copies=0",
-    "eval.num_conditions=4",
-    "eval.batch_size=4",
-    "eval.videos=0",
+LORA = (
+    "num_epochs=2 model.trained=lora model.lora_rank=4 model.lora_alpha=8 train.kl_coef=0.01 train.updates_per_epoch=2 "
+    "train.batch_size=4 sample.guidance_scale=2.0 sample.num_batches_per_epoch=2 eval.num_conditions=16"
 )
-
-
+REDIRECTOR = (
+    "num_epochs=2 data.height=32 data.width=32 data.reference=source model.kind=redirector "
+    f"model.max_prompt_tokens=24 eval.signal_groups=0 {SMALL}"
+)
+SHARED_TOKENS = f"num_epochs=2 train.context_parallel=2 debug=True {SMALL}"
+SHARDED = f"num_epochs=1 train.sharding=fsdp2 sample.share_prefix=False {SMALL}"
 CASES = (
-    Case("tiny_recam", "tiny_recam", 2, ("num_epochs=3",)),
-    Case("debug", "my_recam_8npu_tiny", 8, ("num_epochs=1", "debug=True")),
-    Case("dapo", "my_recam_8npu_dapo_tiny", 4, ("num_epochs=2", "debug=True")),
-    Case(
-        "lora",
-        "tiny_recam",
-        1,
-        (
-            "num_epochs=2",
-            "model.trained=lora",
-            "model.lora_rank=4",
-            "model.lora_alpha=8",
-            "train.kl_coef=0.01",
-            "train.updates_per_epoch=2",
-            "train.batch_size=4",
-            "sample.guidance_scale=2.0",
-            "sample.num_batches_per_epoch=2",
-            "eval.num_conditions=16",
-        ),
-    ),
-    Case("forward", "tiny_recam", 1, ("num_epochs=2", *FORWARD, *SMALL)),
-    Case("wan_t2v", "tiny_wan_t2v", 1, ("num_epochs=2", *SMALL), model="wan_t2v"),
-    Case(
-        "redirector",
-        "tiny_recam",
-        1,
-        (
-            "num_epochs=2",
-            "data.height=32",
-            "data.width=32",
-            "data.reference=source",
-            "model.kind=redirector",
-            "model.max_prompt_tokens=24",
-            "eval.signal_groups=0",
-            *SMALL,
-        ),
-        model="redirector",
-    ),
-    Case(
-        "context_parallel",
-        "my_recam_8npu_tiny",
-        2,
-        ("num_epochs=2", "train.context_parallel=2", "debug=True", *SMALL),
-    ),
-    Case(
-        "resume",
-        "tiny_recam",
-        2,
-        ("num_epochs=1", "train.sharding=fsdp2", "sample.share_prefix=False", *SMALL),
-        resumed=("num_epochs=3", "resume=auto"),
-    ),
+    Case("tiny_recam", "tiny_recam", 2, "num_epochs=3"),
+    Case("debug", "my_recam_8npu_tiny", 8, "num_epochs=1 debug=True"),
+    Case("dapo", "my_recam_8npu_dapo_tiny", 4, "num_epochs=2 debug=True"),
+    Case("lora", "tiny_recam", 1, LORA),
+    Case("forward", "tiny_recam", 1, FORWARD),
+    Case("wan_t2v", "tiny_wan_t2v", 1, f"num_epochs=2 {SMALL}", model="wan_t2v"),
+    Case("redirector", "tiny_recam", 1, REDIRECTOR, model="redirector"),
+    Case("context_parallel", "my_recam_8npu_tiny", 2, SHARED_TOKENS),
+    Case("resume", "tiny_recam", 2, SHARDED, resumed="num_epochs=3 resume=auto"),
 )
 
 
@@ -168,10 +130,10 @@ def run(case: Case, tree: Path, results: Path, *, keep: bool, begun: Path | None
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     words = [f"config/grpo.py:{case.recipe}", f"--config.output_root={folder}", "--config.run_name=run"]
-    size = tuple(word for word in case.overrides if word.startswith(("data.height", "data.width")))
+    size = tuple(word for word in case.overrides.split() if word.startswith(("data.height", "data.width")))
     words += [f"--config.data.root={results / '_'.join(('data', *size))}"]
     words += ["--config.max_minutes=0.0", "--config.trackers=()"]
-    words += [f"--config.{override}" for override in case.overrides]
+    words += [f"--config.{override}" for override in case.overrides.split()]
     if case.model:
         made = ["tools/random_model.py", "--kind", case.model, "--out", str(folder / "model"), *RANDOM_MODEL.split()]
         _call(case, tree, [sys.executable, *made])
@@ -185,7 +147,7 @@ def run(case: Case, tree: Path, results: Path, *, keep: bool, begun: Path | None
     if case.resumed:
         shutil.copytree(folder / "run", folder / FIRST)
         (folder / f"{FIRST}.txt").write_text(output, encoding="utf-8")
-        output += _call(case, tree, [*command, *(f"--config.{change}" for change in case.resumed)])
+        output += _call(case, tree, [*command, *(f"--config.{change}" for change in case.resumed.split())])
     (folder / "output.txt").write_text(output, encoding="utf-8")
     return folder
 
@@ -222,7 +184,7 @@ def metrics(run_folder: Path) -> dict[str, float | None]:
 
 def tensors(run_folder: Path) -> dict[str, tuple[object, ...]]:
     """Return dtype, shape and bytes of every tensor of a run's newest checkpoint and adapter, by file and name."""
-    newest = max((run_folder / "checkpoints").iterdir())
+    newest = max((run_folder / "checkpoints").glob("checkpoint_*"))
     files = sorted([*newest.rglob("*.safetensors"), *(run_folder / "adapter").rglob("*.safetensors")])
     return {
         f"{file.parent.name}/{file.name}: {name}": (tensor.dtype, tensor.shape, tensor.numpy().tobytes())

@@ -112,10 +112,8 @@ def _policy(config: Config, adapter: Path | None) -> WanPolicy:
     making: dict[str, Any] = {"guidance_scale": guidance.scale, "negative_prompt": guidance.negative_prompt}
     making |= {"max_prompt_tokens": model.max_prompt_tokens, "round_timestep": model.round_timestep}
     making |= {"dtype": dtype, "device": device}
-    if adapter is None:
-        return WanPolicy(networks, **making)
     policy = adapted_policy(networks, adapter, model.boundary_ratio, **making)
-    if model.boundary_ratio != (own := boundary_of(adapter)):
+    if adapter and model.boundary_ratio != (own := boundary_of(adapter)):
         text = f"model.boundary_ratio is {model.boundary_ratio:g}, the adapter's {own:g}"
         print(f"{text}: below {policy.boundary_ratio:g} the weights before training answer", flush=True)
     return policy

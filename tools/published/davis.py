@@ -25,14 +25,6 @@ def prepare_davis(
 ) -> BenchmarkPlan:
     """Write sources and paths of DAVIS videos along all presets, and return their plan.
 
-    Args:
-        root: folder of DAVIS-2017, which holds JPEGImages/480p.
-        out: folder of the benchmark.
-        size: (height, width) of the generated videos.
-        names: text file of videos, one a line.
-        captions: JSON of video -> what it shows, or None.
-        at_most: frames of a video; None for all.
-
     Raises:
         ValueError: a missing or damaged video, frame or caption, or fewer than five frames.
     """

@@ -112,14 +112,7 @@ def read_plan(out: Path) -> BenchmarkPlan:
 def find_tasks(
     out: Path, plan: BenchmarkPlan, folder: Path, ending: str, focal_px: float | None
 ) -> list[EvaluationTask]:
-    """Return the videos of a plan that are there, in its order, as the evaluation takes them.
-
-    Args:
-        out: folder of the benchmark.
-        plan: its plan.
-        folder: folder of the videos.
-        ending: of their files after the name, such as ".mp4".
-        focal_px: focal length of videos whose own is not known; NaN in the task if there is neither.
+    """Return the videos of a plan that are in `folder`, in its order; their focal length is NaN where none is known.
 
     Raises:
         ValueError: no video, one that is not in the plan, of another length, along another path, or made with other

@@ -30,13 +30,6 @@ DAMAGED = "fetch the benchmark again"
 def prepare_redirect4d(root: Path, sources: Path, out: Path, size: tuple[int, int], frames: int) -> BenchmarkPlan:
     """Write sources and paths of every case, and return their plan.
 
-    Args:
-        root: folder of the public set, which holds cases.jsonl and tracks/.
-        sources: folder of the source videos, TRACK/video.mp4 or tracks/TRACK/video.mp4.
-        out: folder of the benchmark.
-        size: (height, width) of the generated videos.
-        frames: of a video.
-
     Raises:
         ValueError: a missing or damaged list, trajectory, prompt or source.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -158,8 +159,13 @@ def check(gathered: Gathered, sample: SampleConfig, world: World) -> None:
         AssertionError: a count is wrong, or a group has not each of its k copies once.
         RuntimeError: two copies of a group were drawn from the same noise.
     """
-    expected = world.data.size * sample.expanded_batch_size
-    debug_print.check_gathered(gathered.gids, gathered.slots, expected, sample.k)
+    expected, k = world.data.size * sample.expanded_batch_size, sample.k
+    assert len(gathered) == expected, f"{len(gathered)} samples were gathered, expected {expected}"
+    copies = Counter(zip(gathered.gids.tolist(), gathered.slots.tolist(), strict=True))
+    groups = {gid for gid, _ in copies}
+    assert len(groups) == expected // k, f"{len(groups)} groups were gathered, expected {expected // k}"
+    wrong = {gid for gid in groups if any(copies[gid, slot] != 1 for slot in range(k))}
+    assert not wrong, f"groups {sorted(wrong)} do not hold each of the {k} copies once"
     check_noise(gathered.gids, gathered.noise_ids, same_initial_noise=sample.same_initial_noise)
 
 

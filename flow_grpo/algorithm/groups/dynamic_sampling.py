@@ -94,9 +94,8 @@ class DynamicSampling:
         self._remember(decision, reward, shortages)
         metrics = self._metrics(decision, groups) | moves
         metrics |= {"dyn/fallback_rate": sum(shortages) / len(shortages), "dyn/time": time.perf_counter() - begun}
-        return chosen, metrics | _mean_reward("before", gathered, reward) | _mean_reward(
-            "after", chosen.gathered, reward
-        )
+        metrics |= _mean_reward("before", gathered, reward) | _mean_reward("after", chosen.gathered, reward)
+        return chosen, metrics
 
     def groups(self, whole: Chosen, number: int, reward: RewardConfig) -> tuple[SampleGroup, ...]:
         """Return the groups of a whole round by their signal in the weighted rewards or `dynamic_sampling.metric`."""

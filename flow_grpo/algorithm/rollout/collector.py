@@ -28,18 +28,13 @@ from flow_grpo.settings.sampling import Sampling, offloads_rollouts
 from flow_grpo.settings.schema import Config
 
 
+@dataclasses.dataclass
 class ConditionStream:
-    """The endless stream of a rank's conditions, one global step at a time.
+    """The endless stream of a rank's conditions, one global step at a time."""
 
-    Args:
-        loader: yields, in step order, lists of (step, Condition); may prefetch.
-        sampler: the loader's batch sampler; `take` sets its step.
-    """
-
-    def __init__(self, loader: Iterable[Sequence[tuple[int, Condition]]], sampler: DistributedKRepeatSampler) -> None:
-        self._loader = loader
-        self.sampler = sampler
-        self._iterator: Iterator[Sequence[tuple[int, Condition]]] | None = None
+    loader: Iterable[Sequence[tuple[int, Condition]]]  # yields conditions with their step, in step order; may prefetch
+    sampler: DistributedKRepeatSampler  # the loader's batch sampler; `take` sets its step
+    _iterator: Iterator[Sequence[tuple[int, Condition]]] | None = None
 
     @property
     def next_step(self) -> int:
@@ -54,7 +49,7 @@ class ConditionStream:
         """
         self.sampler.set_epoch(step)
         if self._iterator is None:
-            self._iterator = iter(self._loader)
+            self._iterator = iter(self.loader)
         items = next_batch(self._iterator)
         tags = {tag for tag, _ in items}
         assert len(tags) == 1, f"one batch holds conditions of steps {sorted(tags)}"
@@ -184,13 +179,7 @@ def merge_sizes(
     samples: Sequence[Samples],
     rewards: Sequence[dict[str, RewardResult]],
 ) -> list[ScoredBatch]:
-    """Return one record per video size, sizes and batches in the order in which they were sampled.
-
-    Args:
-        drawn: positions and conditions of every batch.
-        samples: of every batch.
-        rewards: of every batch.
-    """
+    """Return one record per video size, sizes and batches in the order in which they were sampled."""
     by_size = group_configs_by_structure([own[0].size for _, own in drawn])
     return [
         ScoredBatch(

@@ -145,22 +145,11 @@ def tail(policy: Policy, latents: Tensor, conditioning: Conditioning, starts: Te
 
 
 def _euler(
-    policy: Policy,
-    latents: Tensor,
-    conditioning: Conditioning,
-    levels: Tensor,
-    counts: Tensor,
-    calls: int | None,
+    policy: Policy, latents: Tensor, conditioning: Conditioning, levels: Tensor, counts: Tensor, calls: int | None
 ) -> Tensor:
-    """Follow the ODE by first-order steps: each sample takes its own number along its own noise levels.
+    """Follow the ODE along (B, n+1) CPU noise levels by first-order steps, so many a sample as `counts` (B,) says.
 
-    Args:
-        policy: predicts the velocity.
-        latents: (B, C, F, H, W).
-        conditioning: B rows.
-        levels: (B, n+1) CPU noise levels.
-        counts: (B,) CPU steps of each sample, at most n.
-        calls: calls of the network, at least the largest count; None for no more than that.
+    `calls` is how often the network is called, None for no more than it takes.
     """
     most = int(counts.max())
     for step in range(most):

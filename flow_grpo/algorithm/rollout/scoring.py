@@ -66,31 +66,27 @@ def _decode_in_halves(policy: Policy, latents: Tensor) -> Tensor:
     return torch.cat([_decode_in_halves(policy, half) for half in latents.chunk(2)])
 
 
+@dataclasses.dataclass
 class ScoringQueue:
     """Decodes and measures the batches of one round, in their order.
 
     With `overlap` a thread measures a batch while the next one is sampled. The numbers are identical: batches are
     measured one at a time. Without it, all work is done in `rewards`. The CPU decodes in that thread, too, on a core of
     its own if one is free; an accelerator is busy with sampling, and both at once would take the memory of both.
-
-    Args:
-        policy: decodes.
-        reward_set: measures.
-        clock: counts the seconds spent waiting as "score", and those hidden behind sampling.
-        world: who takes part; rows that are dealt to another rank with the same samples are left to it.
-        overlap: measure while sampling continues.
-
-    Attributes:
-        first_videos: (b, 3, T, h, w) CPU fp32 videos of this rank's rows of the first batch, which are its first ones
-            on rank 0, once they are decoded; for the log.
     """
 
-    def __init__(self, policy: Policy, reward_set: RewardSet, clock: Clock, world: World, *, overlap: bool) -> None:
-        self._policy, self._reward_set, self._clock, self._overlap = policy, reward_set, clock, overlap
-        self._world = world
+    policy: Policy  # decodes
+    reward_set: RewardSet  # measures
+    clock: Clock  # counts the seconds spent waiting as "score", and those hidden behind sampling
+    world: World  # who takes part; rows that are dealt to another rank with the same samples are left to it
+    overlap: bool  # measure while sampling continues
+
+    def __post_init__(self) -> None:
         self._batches: list[tuple[tuple[Condition, ...], Tensor]] = []
         self._jobs: list[Future[tuple[dict[str, RewardResult], float]]] = []
         self._thread = ThreadPoolExecutor(1, "scoring", torch.set_num_threads, (torch.get_num_threads(),))
+        # (b, 3, T, h, w) CPU fp32 videos of this rank's rows of the first batch, which are its first ones on rank 0,
+        # once they are decoded; for the log.
         self.first_videos = torch.empty(0)
 
     def add(self, conditions: tuple[Condition, ...], latents: Tensor) -> None:
@@ -100,7 +96,7 @@ class ScoringQueue:
         would wait for this one.
         """
         self._batches.append((conditions, latents))
-        if self._overlap:
+        if self.overlap:
             self._start()
 
     def rewards(self) -> list[dict[str, RewardResult]]:
@@ -112,11 +108,11 @@ class ScoringQueue:
         for number in range(len(self._batches)):
             if number == len(self._jobs):
                 self._start()
-            with self._clock.phase("score"):
+            with self.clock.phase("score"):
                 done.append(self._jobs[number].result())
-        if self._overlap:
+        if self.overlap:
             waited = time.perf_counter() - begun
-            self._clock.hidden["score"] += max(0.0, sum(seconds for _, seconds in done) - waited)
+            self.clock.hidden["score"] += max(0.0, sum(seconds for _, seconds in done) - waited)
         return [results for results, _ in done]
 
     @contextlib.contextmanager
@@ -131,14 +127,14 @@ class ScoringQueue:
         """Submit the next batch for measuring; an accelerator decodes it first, in the sampling thread."""
         number = len(self._jobs)
         conditions, latents = self._batches[number]
-        rows = self._world.dealt_rows(number, len(conditions))
+        rows = self.world.dealt_rows(number, len(conditions))
         conditions, latents = conditions[rows], latents[rows]
         if not conditions:
             self._jobs.append(self._thread.submit(lambda: ({}, 0.0)))
             return
-        decoded: Callable[[], Tensor] = functools.partial(decode, self._policy, conditions, latents)
+        decoded: Callable[[], Tensor] = functools.partial(decode, self.policy, conditions, latents)
         if latents.device.type != "cpu":
-            with self._clock.phase("score"):
+            with self.clock.phase("score"):
                 decoded = _called(decoded)
         self._jobs.append(self._thread.submit(self._measure, number, conditions, decoded))
 
@@ -151,7 +147,7 @@ class ScoringQueue:
         if number == 0:
             self.first_videos = videos
         with torch.no_grad():  # a thread starts with gradients enabled
-            results = self._reward_set(videos, conditions)
+            results = self.reward_set(videos, conditions)
         return results, time.perf_counter() - begun
 
 

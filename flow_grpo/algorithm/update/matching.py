@@ -41,9 +41,8 @@ class MatchingObjective:
     shift: float  # of the noise schedule
     seed: int
     train: TrainConfig
-    average: Callable[
-        [], AbstractContextManager[None]
-    ]  # the policy has its averaged weights; not entered at trust_coef 0
+    # Inside, the policy has its averaged weights; not entered at trust_coef 0.
+    average: Callable[[], AbstractContextManager[None]]
 
     @classmethod
     def build(
@@ -103,10 +102,6 @@ class MatchingObjective:
         """Return (b,) log-ratios at the first noise level with the weights as they are now."""
         error, _ = self._error(micro, 0)
         return memory.get(0, error) - error  # without a step nothing is remembered: the weights are the same
-
-    def with_settings(self, train: TrainConfig) -> MatchingObjective:
-        """Return the objective with other learning settings."""
-        return dataclasses.replace(self, train=train)
 
     def _error(self, micro: Samples, number: int) -> tuple[Tensor, Tensor]:
         """Return the (b,) matching errors at noise level `number`, and the velocities."""

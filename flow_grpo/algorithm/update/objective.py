@@ -63,10 +63,6 @@ class Objective(Protocol):
         """Return (b,) log-ratios of the first pass against `memory`, in nats per latent element."""
         ...
 
-    def with_settings(self, train: TrainConfig) -> Objective:
-        """Return the objective with other learning settings."""
-        ...
-
 
 def build_objective(
     config: Config, policy: Policy, sampling: Sampling, average: Callable[[], AbstractContextManager[None]]
@@ -179,13 +175,8 @@ class GrpoObjective:
     def drift(self, micro: Samples, memory: OldPolicy) -> Tensor:
         """Return (b,) log-ratios of the first recorded step with the weights as they are now."""
         step = micro.replayed(0)
-        return log_prob(step.drawn, self.replay(micro, 0)) - (
-            step.log_probs if memory.log_probs is None else memory.log_probs[0]
-        )
-
-    def with_settings(self, train: TrainConfig) -> GrpoObjective:
-        """Return the objective with other learning settings."""
-        return dataclasses.replace(self, train=train)
+        old = step.log_probs if memory.log_probs is None else memory.log_probs[0]
+        return log_prob(step.drawn, self.replay(micro, 0)) - old
 
     def replay(self, micro: Samples, number: int) -> Transition:
         """Return the Gaussians of replay `number` with the current weights; the draws of a group's copies share one."""

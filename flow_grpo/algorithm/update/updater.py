@@ -49,12 +49,7 @@ class Updater:
     on_pass: Callable[[], None] = lambda: None  # called after a pass over a micro-batch, for progress
 
     def plan(self, batch: TrainingBatch, epoch: int) -> UpdatePlan:
-        """Return an epoch's micro-batches, of one video size each, dealt to its optimizer steps.
-
-        Args:
-            batch: this rank's samples; every rank must hold equally many.
-            epoch: decides the order of the rows.
-        """
+        """Return an epoch's micro-batches, of one video size each, dealt to its optimizer steps."""
         sizes = batch.sizes()
         steps = [
             [
@@ -86,16 +81,13 @@ class Updater:
         local = torch.stack([batch.weights[torch.cat(step)].cpu().double().sum() for step in plan.steps])
         mass = self.world.data.all_gather(local[None]).sum(dim=0).tolist()  # sample weights of every step, of all ranks
         stats = UpdateStats()
+
+        def old_policy(micro: Tensor) -> Any:
+            take = functools.partial(self._take, batch, micro)
+            return self.objective.remember(take, as_rolled_out=plan.as_rolled_out)
+
         with name_memory_knobs(micro_batch(self.config)):
-            memories = [
-                [
-                    self.objective.remember(
-                        functools.partial(self._take, batch, micro), as_rolled_out=plan.as_rolled_out
-                    )
-                    for micro in step
-                ]
-                for step in plan.steps
-            ]
+            memories = [[old_policy(micro) for micro in step] for step in plan.steps]
             for step, memory, total in zip(plan.steps, memories, mass, strict=True):
                 if total == 0:
                     stats.skipped += 1

@@ -100,11 +100,6 @@ class Codec:
         dtype = NETWORK_DTYPE[numbers]
         return cls(config, lambda half: _load_half(folder, half, dtype), files_key(folder), numbers=numbers, **settings)
 
-    @property
-    def loaded(self) -> tuple[Half, ...]:
-        """The halves in memory."""
-        return tuple(self._halves)
-
     @torch.no_grad()
     def encode(self, video: Tensor) -> Tensor:
         """Return (C, F, H, W) fp32 CPU latents of a video (3, T, h, w) in [0, 1]: the mean, normalised per channel."""

@@ -41,11 +41,6 @@ class FrozenEncoder:
         self._open_network, self._device, self._offload = open_network, device, offload
         self._network: PreTrainedModel | None = None
 
-    @property
-    def loaded(self) -> bool:
-        """Whether the network is in memory."""
-        return self._network is not None
-
     @contextlib.contextmanager
     def _ready(self) -> Iterator[PreTrainedModel]:
         if self._network is None:

@@ -23,15 +23,7 @@ PREPROCESSING = "squash 1"
 
 
 class ImageEncoder(FrozenEncoder):
-    """Pictures to features of the penultimate layer, as Wan's image-to-video models take them.
-
-    Args:
-        open_network: as for `FrozenEncoder`.
-        mean: mean of each colour, subtracted from the pixels in [0, 1].
-        std: standard deviation of each colour, by which the pixels are divided.
-        identity: as for `FrozenEncoder`, of weights and preprocessing.
-        **settings: width, device and offload of `FrozenEncoder`.
-    """
+    """Pictures to features of the penultimate layer, as Wan's image-to-video models take them."""
 
     def __init__(
         self,

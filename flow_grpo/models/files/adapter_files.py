@@ -241,11 +241,13 @@ def boundary_of(folder: str | Path) -> float:
     return float(found.get(BOUNDARY, 0.0))
 
 
-def adapted_policy(networks: Networks, folder: str | Path, boundary: float = 0.0, **settings: Any) -> WanPolicy:
-    """Return the policy of `networks`, those before training, with what `save_adapter` wrote.
+def adapted_policy(networks: Networks, folder: Path | None, boundary: float = 0.0, **settings: Any) -> WanPolicy:
+    """Return the policy of `networks`, those before training, with what `save_adapter` wrote; without for None.
 
     Below the noise level `boundary`, at 0 the adapter's, they answer as they are; `settings` are `WanPolicy`'s.
     """
+    if folder is None:
+        return WanPolicy(networks, **settings)
     start = networks.transformer
     trained = dataclasses.replace(networks, transformer=load_adapter(start, folder, settings["dtype"]))
     policy = WanPolicy(trained, **settings)

@@ -9,19 +9,21 @@ frame, s those of these tokens that are this rank's (all, unless ranks share sam
 from __future__ import annotations
 
 from diffusers.configuration_utils import register_to_config
-from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from einops import rearrange
 from torch import Tensor, nn
 
-from flow_grpo.models.networks.wan_blocks import Positions, SelfAttnProcessor, VideoToVideoWan, cast_norms, rotary_pairs
+from flow_grpo.models.networks.wan_blocks import (
+    CameraBlock,
+    Positions,
+    SelfAttnProcessor,
+    VideoToVideoWan,
+    cast_norms,
+    rotary_pairs,
+)
 
 
-class ReCamTransformerBlock(WanTransformerBlock):
-    """A Wan block that adds the camera before self-attention and a linear `projector` after it.
-
-    The camera is an argument, not module state: gradient checkpointing then recomputes every forward with the camera of
-    that forward.
-    """
+class ReCamTransformerBlock(CameraBlock):
+    """A Wan block that adds the camera before self-attention and a linear `projector` after it."""
 
     def __init__(
         self,
@@ -44,41 +46,14 @@ class ReCamTransformerBlock(WanTransformerBlock):
         nn.init.eye_(self.projector.weight)
         nn.init.zeros_(self.projector.bias)
 
-    def forward(  # type: ignore[override]
-        self,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        temb: Tensor,
-        rotary_emb: Positions,
-        camera: Tensor,
-        queries: int | None = None,
-    ) -> Tensor:
-        """Return the (B, s, D) tokens after this block, or the first ones only.
-
-        Args:
-            hidden_states: (B, s, D), target frames before source frames.
-            encoder_hidden_states: (B, L, D) embedded prompt.
-            temb: (B, 6, D) modulation of the timestep.
-            rotary_emb: positions of the tokens.
-            camera: (B, F, camera_dim), the target's cameras, added to both halves.
-            queries: how many tokens to return; None for all.
-        """
-        shift, scale, gate, ff_shift, ff_scale, ff_gate = (self.scale_shift_table + temb.float()).chunk(6, dim=1)
-
-        normed = (self.norm1(hidden_states.float()) * (1 + scale) + shift).type_as(hidden_states)
+    def self_attention(self, tokens: Tensor, rotary_emb: Positions, camera: Tensor, queries: int | None) -> Tensor:
+        """Return the output for cameras (B, F, camera_dim) of the target, added to both halves of the tokens."""
         # One embedding per frame is added to all tokens of that frame, in both the target and the source half.
-        encoded = rearrange(self.cam_encoder(camera).type_as(normed), "b f d -> b 1 f 1 d")
-        halves = rearrange(normed, "b (halves f s) d -> b halves f s d", halves=2, f=camera.shape[1])
-        normed = rearrange(halves + encoded, "b halves f s d -> b (halves f s) d")
-        attended: Tensor = self.projector(self.attn1(normed, rotary_emb=rotary_emb, queries=queries))
-        hidden_states = (hidden_states[:, :queries].float() + attended * gate).type_as(hidden_states)
-
-        normed = self.norm2(hidden_states.float()).type_as(hidden_states)
-        hidden_states = hidden_states + self.attn2(normed, encoder_hidden_states, None, None)
-
-        normed = (self.norm3(hidden_states.float()) * (1 + ff_scale) + ff_shift).type_as(hidden_states)
-        fed: Tensor = self.ffn(normed)
-        return (hidden_states.float() + fed.float() * ff_gate).type_as(hidden_states)
+        encoded = rearrange(self.cam_encoder(camera).type_as(tokens), "b f d -> b 1 f 1 d")
+        halves = rearrange(tokens, "b (halves f s) d -> b halves f s d", halves=2, f=camera.shape[1])
+        tokens = rearrange(halves + encoded, "b halves f s d -> b (halves f s) d")
+        attended: Tensor = self.projector(self.attn1(tokens, rotary_emb=rotary_emb, queries=queries))
+        return attended
 
 
 class ReCamTransformer3DModel(VideoToVideoWan):
@@ -169,21 +144,18 @@ class ReCamTransformer3DModel(VideoToVideoWan):
         Raises:
             ValueError: the frames are not twice the camera's, or height and width are not multiples of the patch.
         """
-        self._check_shapes(hidden_states, timestep, camera)
-        frames, height, width = hidden_states.shape[2:]
-        _, patch_h, patch_w = self.config["patch_size"]
-        grid = {"f": frames // 2, "h": height // patch_h, "w": width // patch_w}
-
+        self._check_shapes(hidden_states, camera)
+        grid = self.grid(hidden_states, timestep)
         positions = self.positions(rotary_pairs(self.rope(hidden_states)), grid)
         tokens = rearrange(self.patch_embedding(hidden_states), "b d f h w -> b (f h w) d")
         tokens = positions.share.cut(tokens).contiguous()
         temb, modulation, text, _ = self.condition_embedder(timestep, encoder_hidden_states)
         modulation = rearrange(modulation, "b (six d) -> b six d", six=6)
 
-        tokens = self.through_blocks(tokens, text, modulation, positions, camera)
+        tokens = self.through_blocks(tokens, text, None, modulation, positions, camera)
         return (self.head(tokens, temb, positions.share, grid),)
 
-    def _check_shapes(self, hidden_states: Tensor, timestep: Tensor, camera: Tensor) -> None:
+    def _check_shapes(self, hidden_states: Tensor, camera: Tensor) -> None:
         rows, _, frames = hidden_states.shape[:3]
         expected = (rows, frames // 2, self.config["camera_dim"])
         if frames % 2 or camera.shape != expected:
@@ -191,4 +163,3 @@ class ReCamTransformer3DModel(VideoToVideoWan):
                 f"camera has shape {tuple(camera.shape)} for {frames} latent frames, expected {expected}: latents are "
                 "[target | source] on the frame axis with one camera per target frame"
             )
-        self.check_latents(hidden_states, timestep)

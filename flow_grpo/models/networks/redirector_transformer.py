@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from diffusers.configuration_utils import register_to_config
-from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
+from diffusers.models.transformers.transformer_wan import WanAttention
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
 from flow_grpo.maths.rays import CAMERA_NUMBERS, RAY_CHANNELS, by_latent_frame, packed_rays
 from flow_grpo.models.networks.wan_blocks import (
+    CameraBlock,
     Positions,
     Rotary,
     VideoToVideoWan,
@@ -58,17 +59,14 @@ class PhaseAttnProcessor:
         self,
         attn: Any,
         hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        rotary_emb: Positions | None = None,
+        _text: None,
+        _mask: None,
+        rotary_emb: Positions,
         *,
         camera: Tensor,
         queries: int | None = None,
     ) -> Tensor:
         """Return (B, Q, D) for the first Q tokens, of all for None; see `PhaseAttention`."""
-        assert encoder_hidden_states is None
-        assert attention_mask is None
-        assert rotary_emb is not None
         cos, sin = rotary_emb.angles
         phase_cos, phase_sin = phase_angles(attn.phase_qk(camera), attn.heads, cos.shape[-1])
         # cos(a + b) and sin(a + b): exactly the rotary's own where the phase is zero
@@ -96,22 +94,19 @@ class ImageTextAttnProcessor:
         self,
         attn: Any,
         hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        rotary_emb: Rotary | None = None,
+        text: Tensor,
+        _mask: None,
+        _rotary: None,
         *,
         image: Tensor,
     ) -> Tensor:
         """Return (B, S, D) of hidden states (B, S, D), text (B, L, D) and image (B, I, D)."""
-        assert encoder_hidden_states is not None
-        assert attention_mask is None
-        assert rotary_emb is None
         query = split_heads(attn.norm_q(attn.to_q(hidden_states)), attn)
-        key = split_heads(attn.norm_k(attn.to_k(encoder_hidden_states)), attn)
-        text = attend(query, key, split_heads(attn.to_v(encoder_hidden_states), attn), self._attention_backend)
+        key = split_heads(attn.norm_k(attn.to_k(text)), attn)
+        read = attend(query, key, split_heads(attn.to_v(text), attn), self._attention_backend)
         key = split_heads(attn.norm_added_k(attn.add_k_proj(image)), attn)
         seen = attend(query, key, split_heads(attn.add_v_proj(image), attn), self._attention_backend)
-        return project(text + seen, attn)
+        return project(read + seen, attn)
 
 
 class PhaseAttention(WanAttention):
@@ -174,8 +169,8 @@ class ControlAdapter(nn.Module):
         return rearrange(torch.stack(frames, dim=1), "b f d h w -> b (f h w) d")
 
 
-class ReDirectorTransformerBlock(WanTransformerBlock):
-    """A Wan image-to-video block with `PhaseAttention`. The camera is an argument, as in `ReCamTransformerBlock`."""
+class ReDirectorTransformerBlock(CameraBlock):
+    """A Wan image-to-video block with `PhaseAttention`."""
 
     def __init__(
         self,
@@ -192,39 +187,10 @@ class ReDirectorTransformerBlock(WanTransformerBlock):
         for attention in (self.attn1, self.attn2):
             cast_norms(attention, eps)
 
-    def forward(  # type: ignore[override]
-        self,
-        hidden_states: Tensor,
-        text: Tensor,
-        image: Tensor,
-        temb: Tensor,
-        rotary_emb: Positions,
-        camera: Tensor,
-        queries: int | None = None,
-    ) -> Tensor:
-        """Return the (B, s, D) tokens after this block, or the first ones only.
-
-        Args:
-            hidden_states: (B, s, D), target frames before source frames.
-            text: (B, L, D) embedded prompt.
-            image: (B, I, D) embedded image.
-            temb: (B, 6, D) modulation of the timestep.
-            rotary_emb: positions of the tokens.
-            camera: (B, s, D), SiLU of the camera embeddings.
-            queries: how many tokens to return; None for all.
-        """
-        shift, scale, gate, ff_shift, ff_scale, ff_gate = (self.scale_shift_table + temb.float()).chunk(6, dim=1)
-
-        normed = (self.norm1(hidden_states.float()) * (1 + scale) + shift).type_as(hidden_states)
-        attended: Tensor = self.attn1(normed, rotary_emb=rotary_emb, camera=camera, queries=queries)
-        hidden_states = (hidden_states[:, :queries].float() + attended * gate).type_as(hidden_states)
-
-        normed = self.norm2(hidden_states.float()).type_as(hidden_states)
-        hidden_states = hidden_states + self.attn2(normed, text, image=image)
-
-        normed = (self.norm3(hidden_states.float()) * (1 + ff_scale) + ff_shift).type_as(hidden_states)
-        fed: Tensor = self.ffn(normed)
-        return (hidden_states.float() + fed.float() * ff_gate).type_as(hidden_states)
+    def self_attention(self, tokens: Tensor, rotary_emb: Positions, camera: Tensor, queries: int | None) -> Tensor:
+        """Return the output for (B, s, D), SiLU of the camera embeddings."""
+        attended: Tensor = self.attn1(tokens, rotary_emb=rotary_emb, camera=camera, queries=queries)
+        return attended
 
 
 class ReDirectorTransformer3DModel(VideoToVideoWan):
@@ -325,16 +291,13 @@ class ReDirectorTransformer3DModel(VideoToVideoWan):
         Raises:
             ValueError: the shapes do not fit each other or the model.
         """
-        self._check_shapes(hidden_states, timestep, image_embeds, cameras)
-        frames, height, width = hidden_states.shape[2] // 2, *hidden_states.shape[3:]
-        _, patch_h, patch_w = self.config["patch_size"]
-        grid = {"f": frames, "h": height // patch_h, "w": width // patch_w}
-
+        self._check_shapes(hidden_states, image_embeds, cameras)
+        grid = self.grid(hidden_states, timestep)
         # The remaining input channels belong to the base model's own condition and are zero.
         padding = (0, 0, 0, 0, 0, 0, 0, self.config["in_channels"] - hidden_states.shape[1])
         patches = self.patch_embedding(functional.pad(hidden_states, padding))
-        camera = self.control_adapter(cameras, height, width)
-        cos, sin = rotary_pairs(self.rope(hidden_states[:, :, :frames]))
+        camera = self.control_adapter(cameras, *hidden_states.shape[3:])
+        cos, sin = rotary_pairs(self.rope(hidden_states[:, :, : grid["f"]]))
         both = cos.repeat(1, 2, 1, 1), sin.repeat(1, 2, 1, 1)  # the source has the target's
         positions = self.positions(both, grid)
         tokens = positions.share.cut(rearrange(patches, "b d f h w -> b (f h w) d") + camera)
@@ -345,7 +308,7 @@ class ReDirectorTransformer3DModel(VideoToVideoWan):
         tokens = self.through_blocks(tokens, text, image, modulation, positions, camera)
         return (self.head(tokens, temb, positions.share, grid),)
 
-    def _check_shapes(self, hidden_states: Tensor, timestep: Tensor, image_embeds: Tensor, cameras: Tensor) -> None:
+    def _check_shapes(self, hidden_states: Tensor, image_embeds: Tensor, cameras: Tensor) -> None:
         rows, channels, frames = hidden_states.shape[:3]
         video_frames = self.config["temporal_compression"] * (frames // 2 - 1) + 1
         if frames % 2 or cameras.shape != (rows, 2, video_frames, CAMERA_NUMBERS):
@@ -360,7 +323,6 @@ class ReDirectorTransformer3DModel(VideoToVideoWan):
                 f"image_embeds has shape {tuple(image_embeds.shape)}, expected ({rows}, tokens, "
                 f"{self.config['image_dim']})"
             )
-        self.check_latents(hidden_states, timestep)
 
 
 def is_phase_weight(name: str) -> bool:

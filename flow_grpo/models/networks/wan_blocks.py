@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
-from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformer3DModel, WanTransformerBlock
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
@@ -108,22 +108,65 @@ class SelfAttnProcessor:
         self,
         attn: Any,
         hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        rotary_emb: Positions | None = None,
+        _text: None,
+        _mask: None,
+        rotary_emb: Positions,
         *,
         queries: int | None = None,
     ) -> Tensor:
         """Return the (B, Q, D) output of the first Q tokens of hidden states (B, s, D); of all for None."""
-        assert encoder_hidden_states is None
-        assert attention_mask is None
-        assert rotary_emb is not None
         angles, share = rotary_emb.angles, rotary_emb.share
         query = split_heads(attn.norm_q(attn.to_q(hidden_states[:, :queries])), attn)
         query = share.to_heads(rotate(query, first(angles, queries)))
         key = share.to_keys(rotate(split_heads(attn.norm_k(attn.to_k(hidden_states)), attn), angles))
         value = share.to_keys(split_heads(attn.to_v(hidden_states), attn))
         return project(share.to_tokens(attend(query, key, value, self._attention_backend)), attn)
+
+
+class CameraBlock(WanTransformerBlock):
+    """A Wan block whose self-attention reads the camera.
+
+    The camera is an argument, not module state: gradient checkpointing then recomputes every forward with the camera of
+    that forward.
+    """
+
+    def self_attention(self, tokens: Tensor, rotary_emb: Positions, camera: Tensor, queries: int | None) -> Tensor:
+        """Return the (B, Q, D) output of modulated tokens (B, s, D); the other arguments are those of `forward`."""
+        raise NotImplementedError
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        text: Tensor,
+        image: Tensor | None,
+        temb: Tensor,
+        rotary_emb: Positions,
+        camera: Tensor,
+        queries: int | None = None,
+    ) -> Tensor:
+        """Return the (B, Q, D) tokens after this block, the first Q ones only.
+
+        Args:
+            hidden_states: (B, s, D), target frames before source frames.
+            text: (B, L, D) embedded prompt.
+            image: (B, I, D) embedded image, or None where cross-attention reads none.
+            temb: (B, 6, D) modulation of the timestep.
+            rotary_emb: positions of the tokens.
+            camera: as the block's `self_attention` reads it.
+            queries: Q; None for all.
+        """
+        shift, scale, gate, ff_shift, ff_scale, ff_gate = (self.scale_shift_table + temb.float()).chunk(6, dim=1)
+
+        normed = (self.norm1(hidden_states.float()) * (1 + scale) + shift).type_as(hidden_states)
+        attended = self.self_attention(normed, rotary_emb, camera, queries)
+        hidden_states = (hidden_states[:, :queries].float() + attended * gate).type_as(hidden_states)
+
+        normed = self.norm2(hidden_states.float()).type_as(hidden_states)
+        hidden_states = hidden_states + self.attn2(normed, text, **({} if image is None else {"image": image}))
+
+        normed = (self.norm3(hidden_states.float()) * (1 + ff_scale) + ff_shift).type_as(hidden_states)
+        fed: Tensor = self.ffn(normed)
+        return (hidden_states.float() + fed.float() * ff_gate).type_as(hidden_states)
 
 
 class VideoToVideoWan(WanTransformer3DModel):
@@ -194,11 +237,16 @@ class VideoToVideoWan(WanTransformer3DModel):
         )
         return velocity
 
-    def check_latents(self, hidden_states: Tensor, timestep: Tensor) -> None:
-        """Raise ValueError unless there is one timestep a row, and height and width are multiples of the patch."""
-        rows, (height, width) = len(hidden_states), hidden_states.shape[-2:]
+    def grid(self, hidden_states: Tensor, timestep: Tensor) -> dict[str, int]:
+        """Return the patches of a video along its axes, see `head`, of latents (B, C, 2F, H, W).
+
+        Raises:
+            ValueError: there is not one timestep a row, or height and width are not multiples of the patch.
+        """
+        rows, (frames, height, width) = len(hidden_states), hidden_states.shape[2:]
         if timestep.shape != (rows,):
             raise ValueError(f"timestep has shape {tuple(timestep.shape)}, expected ({rows},): one per row")
         _, patch_h, patch_w = self.config["patch_size"]
         if height % patch_h or width % patch_w:
             raise ValueError(f"latents are {height}x{width}, expected multiples of the patch {patch_h}x{patch_w}")
+        return {"f": frames // 2, "h": height // patch_h, "w": width // patch_w}

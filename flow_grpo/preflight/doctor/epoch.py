@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.update.history import UpdateHistory
-from flow_grpo.algorithm.update.objective import GrpoObjective
+from flow_grpo.algorithm.update.objective import GrpoObjective, build_objective
 from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.maths.sde import gaussian_kl
 from flow_grpo.preflight.doctor.findings import Finding, finding
@@ -71,7 +71,8 @@ def examine_epoch(trainer: Trainer, updates_per_epoch: int) -> Iterator[Finding]
         # One factor of a LoRA adapter has no gradient until the other has moved. The ratio is 1 in this update:
         # samples beyond the clip range would have no gradient.
         unclipped = copy.copy(updater)
-        unclipped.objective = updater.objective.with_settings(dataclasses.replace(train, old_log_prob="detach"))
+        config = dataclasses.replace(trainer.config, train=dataclasses.replace(train, old_log_prob="detach"))
+        unclipped.objective = build_objective(config, updater.policy, trainer.collector.sampling, trainer.weights)
         second = update(unclipped, batch, 1)
         if first["train/bad_steps"] or second["train/bad_steps"]:
             way_out = "lower train.learning_rate or sample.noise_level, or compute in fp32 (model.dtype)"

@@ -28,7 +28,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from flow_grpo.runtime import device as device_api
 from tools.dev.audit.names import UnknownName
-from tools.dev.same_numbers import SMALL
+from tools.dev.same_numbers import BARE
 
 ROOT = Path(__file__).resolve().parents[3]
 REGISTERED = "registered"
@@ -36,22 +36,15 @@ WIDE = (torch.float64, torch.complex64, torch.complex128)
 # One fused operator on an NPU, forward and backward; elsewhere only its parts reach the dispatcher.
 ATTENTION = "scaled_dot_product_attention"
 MIXED = ("_to_copy", "copy_", "index.Tensor", "index_put_", "_index_put_impl_")  # accept tensors on two devices
-KNOBS = dict(word.split("=") for word in SMALL) | {
+KNOBS = dict(word.split("=") for word in BARE.split()) | {
     "device": "npu",
-    "max_minutes": 0,
-    "log_videos_every": 0,
-    "trackers": "",
-    "data.tiny_world": "unit_test",
-    "data.tune_scenes": 0,
     "sample.num_steps": 3,
     "sample.sde_steps": "0,1",
     "sample.guidance_scale": 2.0,
     "train.kl_coef": 0.01,
     "reward.weights": "target_view=1",
-    "eval.every": 0,
     "eval.signal_groups": 0,
     "eval.num_steps": 1,
-    "eval.gold": "",
     "eval.videos": 1,
 }
 
