@@ -88,12 +88,17 @@ def check_scene(args: argparse.Namespace, folder: Path) -> SceneReport:
             report.problems.append((name, text))
     videos = sorted(folder.joinpath("videos").glob("[!.]*.mp4"))
     report.cameras = len(videos)
-    frames = _check_videos(args, videos, report)
+    commands = folder / multicam.COMMANDS  # paths that are asked for, of which a video need not exist
+    shown = sorted(commands.joinpath("videos").glob("[!.]*.mp4"))
+    frames = _check_videos(args, [*videos, *shown], report)
     if (folder / "videos").is_dir() or (folder / "cameras").is_dir():
         _check_cameras(args, folder, [video.stem for video in videos], frames, report)
+    if commands.is_dir():
+        _check_cameras(args, commands, None, frames, report)
     _check_captions(folder, videos, report)
-    if (folder / multicam.PRESETS_JSON).is_file():
-        _read_object(folder / multicam.PRESETS_JSON, report)
+    for file in (folder / multicam.PRESETS_JSON, commands / multicam.PRESETS_JSON):
+        if file.is_file():
+            _read_object(file, file.relative_to(args.root).as_posix(), report)
     # Messages of the library contain absolute paths; the report's are relative to the root.
     report.problems = [(file, text.replace(f"{args.root}{os.sep}", "")) for file, text in report.problems]
     return report
@@ -103,7 +108,7 @@ def _check_videos(args: argparse.Namespace, videos: Sequence[Path], report: Scen
     """Check all videos, and return the frame count that they have or must have; None if unknown."""
     found: dict[str, tuple[int, int, int]] = {}
     for video in videos:
-        name = f"{report.name}/videos/{video.name}"
+        name = video.relative_to(args.root).as_posix()
         try:
             size, rate = video_size(video), _rate(video)
             if args.decode:  # decodes every frame but keeps only the last one
@@ -135,25 +140,27 @@ def _rate(video: Path) -> float:
 
 
 def _check_cameras(
-    args: argparse.Namespace, folder: Path, names: list[str], frames: int | None, report: SceneReport
+    args: argparse.Namespace, folder: Path, names: list[str] | None, frames: int | None, report: SceneReport
 ) -> None:
+    """Check the poses of these cameras; None: of all that the file names."""
     file = folder / multicam.CAMERAS_JSON
-    name = f"{report.name}/{multicam.CAMERAS_JSON.as_posix()}"
-    content = _read_object(file, report)
+    name = file.relative_to(args.root).as_posix()
+    content = _read_object(file, name, report)
     if content is None:
         return
     frames = frames or sum(1 for key in content if re.fullmatch(r"frame\d+", key))
+    first = content.get("frame0")
+    known = first if isinstance(first, dict) else {}
+    names = [*known] if names is None else names
     spare = {camera for entry in content.values() if isinstance(entry, dict) for camera in entry} - set(names)
     if spare:
         report.problems.append((name, f"poses of {', '.join(sorted(spare))}, which have no video"))
     if args.frames is None and f"frame{frames}" in content:
         report.problems.append((name, f"poses beyond frame{frames - 1}, the last of the videos"))
     texts: list[str] = []
-    first = content.get("frame0")
-    known = first if isinstance(first, dict) else {}
-    for camera in (
-        name for name in names if multicam.PUBLIC_NAME.fullmatch(name) or name in known
-    ):  # strays: `find_scenes`
+    for camera in names:
+        if not multicam.PUBLIC_NAME.fullmatch(camera) and camera not in known:
+            continue  # a stray, which `find_scenes` names
         try:
             motion = _motion(read_cameras(file, [camera], max(frames, _posed_frames(content, camera), 1))[0])
         except ValueError as error:
@@ -199,11 +206,11 @@ def _check_captions(folder: Path, videos: Sequence[Path], report: SceneReport) -
             report.problems.append((name, f"{len(texts)} rows for {video.name}, must be one, with text"))
 
 
-def _read_object(file: Path, report: SceneReport) -> dict[str, Any] | None:
+def _read_object(file: Path, name: str, report: SceneReport) -> dict[str, Any] | None:
     try:
         return read_json_object(file, BAD_JSON)
     except ValueError as error:
-        report.problems.append((f"{report.name}/cameras/{file.name}", str(error)))
+        report.problems.append((name, str(error)))
         return None
 
 

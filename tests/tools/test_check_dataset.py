@@ -149,6 +149,27 @@ def test_a_camera_that_jumps_is_named(root):
     assert len(problems(root, "--max-step", "0.001", "0.001")[f"{OTHER}/{CAMERAS}"]) == 10
 
 
+def test_commands_are_checked_like_the_cameras_and_need_no_video(root):
+    commands = root / SCENE / "commands"
+    shutil.copytree(root / SCENE / "cameras", commands / "cameras")
+    for file in commands.rglob("*.json"):
+        file.write_text(file.read_text().replace('"cam', '"path'))
+    assert report(root, code=0)["problems"] == []
+    edit_cameras(
+        commands, lambda content: content["frame3"].update(path05="[1 0 0 0] [0 1 0 0] [0 0 1 0] [900 0 0 1] ")
+    )
+    (commands / "cameras" / "presets.json").write_text("[")
+    (commands / "videos").mkdir()
+    write_video(commands / "videos" / "path02.mp4", torch.rand(3, 4, 24, 32), lossless=True)
+    write_video(commands / "videos" / "path03.mp4", torch.rand(3, 5, 24, 16), lossless=True)
+    found = problems(root)
+    assert found[f"{SCENE}/commands/{CAMERAS}"][0].startswith("path05 moves ")
+    assert set(found) == {
+        f"{SCENE}/commands/{part}"
+        for part in (CAMERAS, "cameras/presets.json", "videos/path02.mp4", "videos/path03.mp4")
+    }
+
+
 def test_videos_without_poses_poses_without_videos_and_a_stray_video_are_named(root):
     videos = root / SCENE / "videos"
     shutil.copy(next(videos.glob("*.mp4")), videos / "preview.mp4")
