@@ -35,7 +35,7 @@ def test_cached_equals_fresh_bit_for_bit_and_a_warm_cache_loads_no_encoder(folde
     cached = warm.encode(CONDITIONS)
     for name, tensor in fresh.tensors().items():
         assert torch.equal(tensor, written.tensors()[name]) and torch.equal(tensor, cached.tensors()[name]), name
-    assert warm.codec.loaded == () and not warm.texts.loaded
+    assert not warm.codec._halves and warm.texts._network is None
     kinds = {kind.name: len(list(kind.rglob("*.safetensors"))) for kind in tmp_path.iterdir()}
     assert kinds == {"sources": 2, "prompts": 3}
 
@@ -57,10 +57,10 @@ def test_another_encoder_or_length_makes_its_own_entries(folder, tmp_path):
     policy(folder, tmp_path / "cache").encode(CONDITIONS)
     other = policy(make_tiny_folder(tmp_path / "model", seed=1), tmp_path / "cache")
     other.encode(CONDITIONS)
-    assert other.codec.loaded and other.texts.loaded
+    assert other.codec._halves and other.texts._network is not None
     shorter = policy(folder, tmp_path / "cache", max_prompt_tokens=2)
     shorter.encode(CONDITIONS)
-    assert shorter.texts.loaded and not shorter.codec.loaded
+    assert shorter.texts._network is not None and not shorter.codec._halves
 
 
 def test_a_precomputed_video_or_prompt_is_known_until_its_file_is_damaged(folder, tmp_path):
