@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=32, help="pixels, a multiple of 8")
     parser.add_argument("--translation", type=float, nargs=2, default=(0.35, 0.65), metavar=("LOW", "HIGH"))
     parser.add_argument("--rotation", type=float, nargs=2, default=(0.3, 1.0), metavar=("LOW", "HIGH"))
-    parser.add_argument("--furnished", action="store_true", help="rooms and roles of the demo: docs/rooms.md")
+    parser.add_argument("--furnished", action="store_true", help="rooms and roles as in flow_grpo/data/tiny_world.py")
     given = vars(parser.parse_args())
     root, scenes = given.pop("root"), {split: given.pop(f"{split}_scenes") for split in ("train", "val")}
     given |= {name: tuple(given[name]) for name in ("translation", "rotation")}

@@ -56,10 +56,11 @@ SMALL = (
     "sample.k=4 sample.train_batch_size=4 sample.num_batches_per_epoch=2 train.batch_size=4 train.copies=0 "
     "eval.num_conditions=4 eval.batch_size=4 eval.videos=0"
 )
-BARE = (  # without trackers, videos and evaluations on the way
+BARE_WORDS = (
     "max_minutes=0 log_videos_every=0 trackers= data.tiny_world=unit_test data.tune_scenes=0 eval.every=0 eval.gold= "
     f"{SMALL}"
 )
+BARE = dict(word.split("=") for word in BARE_WORDS.split())  # without trackers, videos and evaluations on the way
 FORWARD = (
     "num_epochs=2 train.objective=forward train.step_weight=none sample.sde=ode sample.same_initial_noise=False "
     f"sample.share_prefix=False {SMALL}"

@@ -47,7 +47,7 @@ from tools.run_folder import read_run
 ROOT = Path(__file__).resolve().parents[2]
 INSIDE = ("nan", "reward", "slow")
 OUTSIDE = ("kill", "kill_all", "kill_save", "launcher", "worker", "term")
-KNOBS = dict(word.split("=") for word in BARE.split()) | {
+KNOBS = BARE | {
     "device": "cpu",  # accelerators sum in varying order: runs would not be equal bit for bit
     "num_threads": 1,
     "data.num_workers": 1,

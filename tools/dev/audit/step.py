@@ -36,7 +36,7 @@ WIDE = (torch.float64, torch.complex64, torch.complex128)
 # One fused operator on an NPU, forward and backward; elsewhere only its parts reach the dispatcher.
 ATTENTION = "scaled_dot_product_attention"
 MIXED = ("_to_copy", "copy_", "index.Tensor", "index_put_", "_index_put_impl_")  # accept tensors on two devices
-KNOBS = dict(word.split("=") for word in BARE.split()) | {
+KNOBS = BARE | {
     "device": "npu",
     "sample.num_steps": 3,
     "sample.sde_steps": "0,1",
