@@ -194,7 +194,8 @@ def rollout_steps(config: Config) -> float:
     tail = sample.tail_steps or sample.num_steps - 1 - sum(block[-1] for block in blocks) / len(blocks)
     if sample.share_prefix:
         until *= math.ceil(sample.expanded_batch_size / sample.k) / sample.expanded_batch_size
-    return until + window_length(config) - 1 + tail
+    judged = window_length(config) * traits_of(config).replays_steps * any(sample.command_spread)  # under the command
+    return until + window_length(config) - 1 + tail + judged
 
 
 def rollout_calls(config: Config) -> int:
@@ -205,7 +206,9 @@ def rollout_calls(config: Config) -> int:
     blocks = sampling_of(config).blocks
     shared = math.ceil(sample.expanded_batch_size / sample.k / sample.train_batch_size)  # with full calls of groups
     until = (shared if sample.share_prefix else batches) * (blocks[-1][0] + 1)
-    return until + batches * (window_length(config) - 1 + (sample.tail_steps or sample.num_steps - 1 - blocks[0][-1]))
+    tail = sample.tail_steps or sample.num_steps - 1 - blocks[0][-1]
+    judged = window_length(config) * traits_of(config).replays_steps * any(sample.command_spread)
+    return until + batches * (window_length(config) - 1 + tail + judged)
 
 
 def _sent(config: Config, devices: int, counted: Footprint, latents: Latents, calls: int) -> dict[str, float]:

@@ -32,6 +32,7 @@ class Sampling:
     sde: SdeSettings  # noise of the stochastic steps
     seed: int  # of all draws
     same_initial_noise: bool = False  # the copies of a group share it
+    command_spread: tuple[float, float] = (0.0, 0.0)  # metres and degrees, see `sample.command_spread`
     # Windows of consecutive stochastic steps, of which a group has one; none where the ODE is sampled.
     blocks: tuple[tuple[int, ...], ...] = ()
     # (S+1, m+1) fp32 CPU noise levels of a short tail of m second-order steps, by the level it starts from; None
@@ -68,6 +69,7 @@ def sampling_of(config: Config) -> Sampling:
         sde=SdeSettings(sample.sde, sample.noise_level, sample.max_step_std),
         seed=config.seed,
         same_initial_noise=sample.same_initial_noise,
+        command_spread=sample.command_spread,
         blocks=blocks,
         tails=tail_levels(sigmas, sample.tail_steps) if sample.tail_steps else None,
         record=traits_of(config).replays_steps,

@@ -15,6 +15,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from flow_grpo.algorithm.rollout.explore import asked
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.multistep import second_order_step
 from flow_grpo.maths.sde import Transition, log_prob, sample, transition
@@ -86,20 +87,24 @@ def rollout(
     initial = torch.stack([initial_noise(condition, shape, sampling) for condition in conditions])
     noise = step_noise(conditions, shape, columns, sampling)
     velocity = None
+    given = asked(policy, conditions, conditioning, sampling)
     if shared is None:
-        latents = prefix(policy, initial.to(device, non_blocking=True), conditioning, steps, sampling)
+        latents = prefix(policy, initial.to(device, non_blocking=True), given, steps, sampling)
     else:
         latents, velocity = shared.to(device, non_blocking=True).unbind(dim=1)
     states, log_probs = [latents], []
     for column in range(columns):
-        gaussian = step_transition(policy, latents, conditioning, steps[:, column], sampling, velocity=velocity)
+        gaussian = step_transition(policy, latents, given, steps[:, column], sampling, velocity=velocity)
         velocity = None
-        latents = sample(gaussian, noise[:, column].to(device, non_blocking=True))
+        drawn = sample(gaussian, noise[:, column].to(device, non_blocking=True))
         if sampling.record:
-            states.append(latents)
-            log_probs.append(log_prob(latents, gaussian))
+            if given is not conditioning:  # what is recorded, and trained, is the answer to the command
+                gaussian = step_transition(policy, latents, conditioning, steps[:, column], sampling)
+            states.append(drawn)
+            log_probs.append(log_prob(drawn, gaussian))
+        latents = drawn
     if columns:
-        latents = tail(policy, latents, conditioning, steps[:, -1] + 1, sampling)
+        latents = tail(policy, latents, given, steps[:, -1] + 1, sampling)
     return Samples(
         keys=torch.tensor([[c.gid, c.slot, c.index] for c in conditions], dtype=torch.int64),
         noise_ids=torch.tensor([[_hash(a), _hash(b if columns else a)] for a, b in zip(initial, noise, strict=True)]),

@@ -158,7 +158,7 @@ def roll_out_probe(trainer: Trainer) -> Samples:
 
 def _truncated_rollout(trainer: Trainer) -> Sampling:
     """Return a schedule that ends one step after the last stochastic one of any group, or after two steps."""
-    sampling = trainer.collector.sampling
+    sampling = dataclasses.replace(trainer.collector.sampling, command_spread=(0.0, 0.0))  # calls that updates repeat
     if not sampling.blocks:
         return dataclasses.replace(sampling, sigmas=sampling.sigmas[:3])
     return dataclasses.replace(sampling, sigmas=sampling.sigmas[: sampling.last_step + 3], tails=None)
