@@ -276,6 +276,7 @@ def room_recam() -> ConfigDict:
     config.model.path = "assets/room_recam"
     # No reward knows a true view: the camera's turn and place, and agreement with the room wherever the camera is.
     config.reward.weights = ConfigDict({"room_rot": 1.0, "room_trans": 1.0, "room_content": 0.3})
+    config.eval.gold = "room_tracks"
     config.eval.every = 40
     config.eval.num_conditions = 208  # all of the val split; with eval.split=tune there are 72
     config.eval.fixed_conditions = 0

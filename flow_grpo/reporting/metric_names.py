@@ -318,7 +318,13 @@ _EVAL = (
         "dB",
         advice="as for `eval/residual`",
     ),
-    Metric("eval/located", "frames that a view of the room explains, by the gold estimator", "share"),
+    Metric("eval/located", "frames that the gold estimator can locate", "share"),
+    Metric(
+        "eval/rendered_rot_err_deg",
+        "camera's rotation error by a second estimator, which compares renderings",
+        "degrees",
+    ),
+    Metric("eval/rendered_trans_err_m", "distance from the commanded camera by that estimator", "m"),
     Metric(
         "eval/hacked",
         "1 where a trained reward got better and the gold estimator's value worse; with `eval.split=tune` only",

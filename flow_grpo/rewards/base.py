@@ -63,6 +63,7 @@ REWARDS: Mapping[str, str] = {
     "smooth": "camera.smooth:Smooth",
     "exposure": "exposure:Exposure",
     "room_pose": "room.room_pose:RoomPose",
+    "room_tracks": "room.room_tracks:RoomTracks",
     "room_rot": "room.room_path:RoomRot",
     "room_trans": "room.room_path:RoomTrans",
     "room_content": "room.room_path:RoomContent",

@@ -338,7 +338,9 @@ class EvalConfig(Section):
     num_steps: Int = knob(50, "denoising steps", ge=1, le=1000)
     guidance_scale: Float | None = knob(None, "evaluation's guidance; none takes sample.guidance_scale", ge=1, le=MOST)
     negative_prompt: Text | None = knob(None, "its negative prompt; none takes sample.negative_prompt")
-    gold: Literal["", "room_pose"] = knob("", "camera estimator that no reward uses; room_pose: tiny world only")
+    gold: Literal["", "room_pose", "room_tracks"] = knob(
+        "", "camera estimator that no reward uses; room_tracks: furnished tiny world only, room_pose: any tiny world"
+    )
     signal_groups: Int = knob(1, "groups per rank that an evaluation samples for policy/credit_share; 0 none", ge=0)
     fixed_conditions: Int = knob(
         24, "training conditions that an evaluation samples as training does, always the same: fixed/; 0 none", ge=0

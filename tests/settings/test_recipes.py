@@ -93,12 +93,14 @@ def test_a_twin_takes_every_number_of_my_recam_8npu_but_sizes(name: str) -> None
     assert all(getattr(twin.reward, name) == getattr(full.reward, name) for name in normalisation)
 
 
-@pytest.mark.parametrize(("name", "world"), [("tiny_recam", "tiny"), ("room_recam", "furnished")])
-def test_a_demo_is_for_2_cores_and_its_judge_is_no_reward(name: str, world: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "world", "gold"), [("tiny_recam", "tiny", "room_pose"), ("room_recam", "furnished", "room_tracks")]
+)
+def test_a_demo_is_for_2_cores_and_its_judge_is_no_reward(name: str, world: str, gold: str) -> None:
     config = recipe(name)
     assert config.model.path == f"assets/{name}" and config.data.tiny_world == world
     assert config.max_minutes > 10 and config.num_threads == 1
-    assert config.eval.gold == "room_pose" and "room_pose" not in config.reward.weights
+    assert config.eval.gold == gold and gold not in config.reward.weights
 
 
 def test_the_demo_s_rewards_know_no_true_view() -> None:

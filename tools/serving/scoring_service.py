@@ -21,6 +21,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {  # companion videos of the rewards that
     "target_psnr": ("target",),
     "view_disp": ("target",),
     "room_pose": (),
+    "room_tracks": (),
     "room_rot": (),
     "room_trans": (),
     "room_content": (),

@@ -1,8 +1,8 @@
 """The tiny world's rewards: `room_rot` and `room_trans`, minus the camera's error, and `room_content`, the picture.
 
-A picture's displacement cannot tell a turn from a shift, a comparison with the known room can. The estimator is not the
-reference estimator `room_pose`, so that a policy cannot learn that one's mistakes: it ends at half the resolution,
-starts from random guesses instead of a grid, takes every frame on its own, and leaves out frame 0, which hardly moves.
+A picture's displacement cannot tell a turn from a shift, a comparison with the known room can. The estimator is not
+`room_pose`, so that a policy cannot learn that one's mistakes: it starts from random guesses instead of a grid, follows
+the path from its known beginning, and leaves out frame 0, which hardly moves.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from flow_grpo.rewards.room.room_fit import (
 )
 from flow_grpo.runtime.lru import LruCache
 
-SIZES = ((12, 2), (24, 3))  # of the coarse and the fine pictures: columns, at most, and rays per pixel and axis
+SIZES = ((12, 2), (24, 3), (48, 2))  # of coarse, fine and finest pictures: columns, at most, rays per pixel and axis
 GUESSES = 1024
 REACH = (20.0, 45.0, 2.3, 1.2, 2.4)  # of the guesses: degrees of pitch and yaw, metres right, down, forward
 STARTS = 6  # guesses of a frame that are refined
-STEPS = (3, 4)  # Levenberg-Marquardt steps of the starts on the coarse pictures, then of the best one on the fine
+STEPS = (3, 4, 2)  # Levenberg-Marquardt steps at each size
 BATCHES_KEPT = 2
 MOST_LOCATED = 4  # frames of a video
 
@@ -60,13 +60,22 @@ def scored_frames(frames: int) -> list[int]:
 @torch.no_grad()
 def estimate_path(videos: Tensor, viewpoints: Viewpoints) -> RoomPoses:
     """Return where the scored frames of videos (B, 3, T, h, w), in [0, 1], were filmed from, by B viewpoints."""
-    numbers = scored_frames(videos.shape[2])
+    frames = videos.shape[2]
+    numbers = scored_frames(frames)
     images = rearrange(videos[:, :, numbers], "b c t h w -> (b t) c h w").float()
-    by_frame = viewpoints.frames(numbers, videos.shape[2])
-    coarse, fine = (make_view(by_frame, images, *size) for size in SIZES)
+    by_frame = viewpoints.frames(numbers, frames)
+    coarse, finest = (make_view(by_frame, images, *size) for size in (SIZES[0], SIZES[2]))
     fit = refine(coarse, guess(coarse, guesses(), STARTS), STEPS[0])
-    fit = refine(fine, best(fit.poses, fit.cost, 1), STEPS[1])
-    return read_off(fine, fit, viewpoints)
+    guessed = rearrange(best(fit.poses, fit.cost, 1), "(b t) 1 r c -> t b 1 r c", t=len(numbers))
+    # Thin things make narrow valleys, which guesses may miss: a frame also starts from where the one before it ended.
+    found = [viewpoints.references[:, None].float()] * 2
+    for number, own in zip(numbers, guessed, strict=True):
+        fine = make_view(viewpoints.frames([number], frames), videos[:, :, number].float(), *SIZES[1])
+        ahead = found[-1] @ torch.linalg.inv(found[-2]) @ found[-1]
+        fit = refine(fine, torch.cat([own, found[-1], ahead], dim=1), STEPS[1])
+        found.append(best(fit.poses, fit.cost, 1))
+    poses = rearrange(found[2:], "t b 1 r c -> (b t) 1 r c")
+    return read_off(finest, refine(finest, poses, STEPS[2]), viewpoints)
 
 
 class PathEstimator:

@@ -83,21 +83,40 @@ def estimate_poses(videos: Tensor, viewpoints: Viewpoints) -> RoomPoses:
     return read_off(fine, refine(fine, best(fit.poses, fit.cost, 1), 3), viewpoints)
 
 
+def closeness(commanded: Tensor, found: Tensor, lost: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return how close cameras come to their commands (B,), and the errors that this is made of.
+
+    value = -mean_i min(d_i, 2 m) / 1 m - mean_i min(theta_i, 45 deg) / 45 deg over frames i, with d_i the distance of
+    camera centres and theta_i the rotation error; a lost frame scores both caps. With it `rot_err_deg` and
+    `trans_err_m`, uncapped means over all frames, and `located`, the share of frames that are not lost.
+
+    Args:
+        commanded: (B, T, 4, 4) poses.
+        found: (B, T, 4, 4) poses, of lost frames as well.
+        lost: (B, T) bool.
+    """
+    degrees = rot_err(commanded, found).rad2deg().clamp(max=ROT_CAP_DEG).masked_fill(lost, ROT_CAP_DEG)
+    metres = trans_err(commanded, found).clamp(max=TRANS_CAP_M).masked_fill(lost, TRANS_CAP_M)
+    return -(metres + degrees / ROT_CAP_DEG).mean(-1).float(), {
+        "rot_err_deg": rot_deg_frame_mean(commanded, found).float(),
+        "trans_err_m": trans_m_mean(commanded, found).float(),
+        "located": 1 - lost.float().mean(-1),
+    }
+
+
 class RoomPose:
     """Closeness of the camera to its command: an optional reward, and the tiny world's reference metric.
 
-    value = -mean_i min(d_i, 2 m) / 1 m - mean_i min(theta_i, 45 deg) / 45 deg over frames i, with d_i the distance of
-    camera centres and theta_i the rotation error. A frame is lost if no pose explains half its variance; it scores
-    both caps, so that an empty picture never beats a wrong camera. `info`: `rot_err_deg` and `trans_err_m`
-    (uncapped means over all frames), `located`, the share of frames that are not lost, and two measures of the picture
-    that a better camera does not change: `residual`, the colour error that no pose, blur and contrast explain, and
-    `found_path_psnr_db` of the video to the room as filmed on the path that was found, blur and contrast included.
+    The value is `closeness`. A frame is lost if no pose explains half its variance, so that an empty picture never
+    beats a wrong camera. `info`: what comes with the value, and two measures of the picture that a better camera does
+    not change: `residual`, the colour error that no pose, blur and contrast explain, and `found_path_psnr_db` of the
+    video to the room as filmed on the path that was found, blur and contrast included.
     """
 
     name = "room_pose"
     needs = ("target_poses",)
     floor = 0.02  # about 1.5 cm and 0.2 degrees: half of what a codec's blur moves the estimate
-    measures = ("rot_err_deg", "trans_err_m", "residual", "found_path_psnr_db", "located")
+    measures: tuple[str, ...] = ("rot_err_deg", "trans_err_m", "residual", "found_path_psnr_db", "located")
 
     def __init__(self, data_root: str | Path) -> None:
         self.data_root = Path(data_root)
@@ -110,17 +129,8 @@ class RoomPose:
             assert viewpoints is not None, "called with rows that have one"
             found = estimate_poses(videos[rows], viewpoints)
             commanded = torch.stack([conditions[row].need_poses() for row in rows])
-            degrees = rot_err(commanded, found.poses).rad2deg().clamp(max=ROT_CAP_DEG)
-            metres = trans_err(commanded, found.poses).clamp(max=TRANS_CAP_M)
-            degrees, metres = degrees.masked_fill(found.lost, ROT_CAP_DEG), metres.masked_fill(found.lost, TRANS_CAP_M)
-            info = {
-                "rot_err_deg": rot_deg_frame_mean(commanded, found.poses).float(),
-                "trans_err_m": trans_m_mean(commanded, found.poses).float(),
-                "residual": found.residual.mean(-1),
-                "found_path_psnr_db": found.psnr.mean(-1),
-                "located": 1 - found.lost.float().mean(-1),
-            }
-            return -(metres + degrees / ROT_CAP_DEG).mean(-1).float(), info
+            value, info = closeness(commanded, found.poses, found.lost)
+            return value, info | {"residual": found.residual.mean(-1), "found_path_psnr_db": found.psnr.mean(-1)}
 
         return scored_rows(causes, self.measures, score)
 
