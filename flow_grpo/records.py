@@ -220,8 +220,8 @@ class Samples(Rows):
 
     Attributes:
         keys: (n, 3) int64 CPU: gid, slot, index; slot 0 of groups.
-        noise_ids: (n, 2) int64 CPU: hashes of the initial noise and of the step noise, or twice the first where
-            no step is stochastic.
+        noise_ids: (n, 2) int64 CPU: hashes of the initial noise and of the step noise; where no step is stochastic, of
+            the deviation from the command in its place, or twice the first.
         conditioning: n rows.
         trajectory: n rows.
         final_latents: (n, C, F, H, W) fp32 clean latents.

@@ -66,5 +66,6 @@ def test_with_shared_noise_and_the_ode_only_the_command_tells_copies_apart():
     policy, conditions = ToyPolicy(), group(3, 4)
     for spread, different in ((SPREAD, 4), ((0.0, 0.0), 1)):
         settings = Sampling(SIGMAS, ODE, 5, same_initial_noise=True, command_spread=spread)
-        got = rollout(policy, conditions, policy.encode(conditions), [()] * 4, settings).final_latents
-        assert len({tuple(row.flatten().tolist()) for row in got}) == different
+        got = rollout(policy, conditions, policy.encode(conditions), [()] * 4, settings)
+        assert len({tuple(row.flatten().tolist()) for row in got.final_latents}) == different
+        assert len({*got.noise_ids[:, 0].tolist()}) == 1 and len({*got.noise_ids[:, 1].tolist()}) == different

@@ -23,7 +23,7 @@ def test_the_untrained_codec_is_nearly_the_best_linear_one():
     spread = torch.linalg.eigvalsh(blocks.T.cov())
     best = float(spread[:-16].sum() / len(spread))  # of 4x8x8 pixels, with as many numbers as the codec has
     found = float((pretrain_codec.restore(codec, clips) - clips).square().mean())
-    assert found < 2.5 * best < 0.2 * float(clips.var())
+    assert found < 2.5 * best < 0.25 * float(clips.var())
 
 
 def test_targets_move_as_the_labels_allow_and_sources_are_others_of_the_same_room():
@@ -31,7 +31,7 @@ def test_targets_move_as_the_labels_allow_and_sources_are_others_of_the_same_roo
     pool = pretrain_recam.Pool(latents, torch.zeros(2, 7, 1, 12), torch.tensor([0, 1]))
     target, source, _, captions = pool.batch(400, torch.Generator().manual_seed(0))
     target, source = target.flatten().long(), source.flatten().long()
-    assert (target % 7).min() == 2 and len(set(source.tolist())) == 14
+    assert (target % 7).min() == 2 and {*(source % 7).tolist()} == {0, 1}
     assert (target != source).all() and (target // 7 == source // 7).all() and torch.equal(target // 7, captions)
     codec = pretrain_codec.build_codec(8, [1, 1, 1], 2)
     filmed = mock.Mock(side_effect=pretrain_recam.make_scene)
@@ -45,7 +45,7 @@ def test_targets_move_as_the_labels_allow_and_sources_are_others_of_the_same_roo
 def test_the_record_holds_what_was_filmed(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"step": 1}\n')
     training = pretrain_recam.Resumable(tmp_path)
-    training.args = argparse.Namespace(out=tmp_path, **dict.fromkeys(pretrain_recam.SETTINGS, 1))
+    training.args = argparse.Namespace(out=tmp_path, start_from=None, **dict.fromkeys(pretrain_recam.SETTINGS, 1))
     pretrain_recam.write_folder(training, {}, mock.Mock())
     made = json.loads((tmp_path / "pretraining.json").read_text())
     assert set(made["data"]) == {*SOURCES, *LABELLED} and made["log"] == [{"step": 1}]
@@ -61,7 +61,7 @@ def start(tool: ModuleType, work: Path):
         run = tool.CodecTraining(args, torch.randint(256, (4, 3, 9, 16, 24), generator=draw).byte())
         return run, run.codec, lambda: run.advance(0, 1)
     sizes = {"width": 32, "ffn": 32, "layers": 1, "steps": 9, "batch": 4}
-    args = argparse.Namespace(work=work, ema=0.9, learning_rate=1e-3, **sizes)
+    args = argparse.Namespace(work=work, ema=0.9, learning_rate=1e-3, device="cpu", **sizes)
     latents = torch.randn(3, 7, 4, 3, 4, 6, generator=draw).half()
     pool = tool.Pool(latents, torch.randn(3, 7, 3, 12, generator=draw), torch.tensor([0, 1, 2]))
     text = torch.randn(8, 8, 32, generator=draw)

@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node=2 tools/dev/pretrain_recam.py --work .work/base --out assets/room_recam
 
-The targets move as a tripod and rails allow (`LABELLED` in data/rooms.py), at moderate speed and with exact labels;
-other paths and speeds are left to reinforcement learning. Latents of all clips are encoded once. The log has, on rooms
+The targets move as a tripod and rails allow, one motion at a time (`LABELLED` in data/rooms.py), with exact labels;
+other paths are left to reinforcement learning. Latents of all clips are encoded once. The log has, on rooms
 that no step sees, the videos' PSNR to the truth and the errors of their cameras, by whether paths of that kind are
 labelled.
 """
@@ -44,7 +44,7 @@ SETTINGS = ("steps", "scenes", "batch", "learning_rate", "width", "ffn", "layers
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """Clips of many rooms: of each first those that are sources only, then those that are targets as well.
+    """Clips of many rooms: of each first the sources, then the targets.
 
     Attributes:
         latents: (scenes, clips, C, F, H, W), fp16 to save memory.
@@ -61,7 +61,7 @@ class Pool:
         scenes, clips = self.latents.shape[:2]
         scene = torch.randint(scenes, (size,), generator=draw)
         target = torch.randint(SOURCES_A_ROOM, clips, (size,), generator=draw)
-        source = (target + torch.randint(1, clips, (size,), generator=draw)) % clips
+        source = torch.randint(SOURCES_A_ROOM, (size,), generator=draw)
         pair = self.latents[scene, target].float(), self.latents[scene, source].float()
         return *pair, self.cameras[scene, target], self.captions[scene]
 
@@ -101,7 +101,7 @@ def build_model(args: argparse.Namespace, channels: int, text_dim: int) -> ReCam
 
 class ModelTraining(Resumable):
     def __init__(self, model: ReCamTransformer3DModel, args: argparse.Namespace) -> None:
-        self.args, self.model = args, model
+        self.args, self.model = args, model.to(args.device)
         self.average = torch.optim.swa_utils.AveragedModel(
             model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(args.ema)
         )
@@ -118,10 +118,12 @@ class ModelTraining(Resumable):
         for group in self.optimizer.param_groups:
             group["lr"] = args.learning_rate * rate
         draw = generator("step", self.step, rank)
-        target, source, cameras, captions = pool.batch(args.batch // world, draw)
-        uniform = torch.rand(len(target), generator=draw)
-        sigma = SHIFT * uniform / (1 + (SHIFT - 1) * uniform)
-        noise = torch.randn(target.shape, generator=draw)
+        *drawn, captions = pool.batch(args.batch // world, draw)
+        uniform = torch.rand(len(captions), generator=draw)
+        noise = torch.randn(drawn[0].shape, generator=draw).to(args.device)
+        target, source, cameras, sigma = (
+            each.to(args.device) for each in (*drawn, SHIFT * uniform / (1 + (SHIFT - 1) * uniform))
+        )
         level = sigma.view(-1, 1, 1, 1, 1)
         noisy = (1 - level) * target + level * noise
         predicted = predict(network, noisy, sigma, source, cameras, text[captions])
@@ -139,6 +141,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder of the resumable state")
     parser.add_argument("--out", type=Path, required=True, help="diffusers folder with vae/ of pretrain_codec.py")
+    parser.add_argument("--start-from", type=Path, help="a model's folder with its transformer and pretraining.json")
     parser.add_argument("--steps", type=int, default=20000)
     parser.add_argument("--minutes", type=float, default=60.0, help="time limit of this call; call again to resume")
     parser.add_argument("--scenes", type=int, default=2000)
@@ -151,13 +154,22 @@ def main() -> None:
     parser.add_argument("--probe-steps", type=int, default=1000)
     parser.add_argument("--compile", action="store_true", help="a seventh faster on a CPU; needs a C++ compiler")
     parser.add_argument("--threads", type=int, default=1, help="per rank")
+    parser.add_argument("--device", default="cpu", help="of the training; clips are rendered and judged on the CPU")
     args = parser.parse_args()
     with processes(args) as (rank, world):
         codec = AutoencoderKLWan.from_pretrained(args.out / "vae").eval()
         text_encoder, tokenizer = build_text_encoder()
         text = encode_captions(text_encoder, tokenizer)
+        if args.steps == 0:  # render only: on many cores, for a later call in one process on a device
+            load_pool(codec, args, rank, world)
+            return
         pool = load_pool(codec, args, rank, world)
-        training = ModelTraining(build_model(args, codec.config.z_dim, text.shape[-1]), args)
+        model = (
+            ReCamTransformer3DModel.from_pretrained(args.start_from / "transformer", torch_dtype=torch.float32)
+            if args.start_from
+            else build_model(args, codec.config.z_dim, text.shape[-1])
+        )
+        training = ModelTraining(model, args)
         train(training, pool, text, Probe(codec) if rank == 0 else None, rank, world)
         if rank == 0:
             parts = {"transformer": training.average.module, "text_encoder": text_encoder}
@@ -168,16 +180,16 @@ def train(training: ModelTraining, pool: Pool, text: Tensor, probe: Probe | None
     args, began, losses, earlier = training.args, time.time(), [], training.seconds
     network = torch.compile(training.model) if args.compile else training.model
     network = DistributedDataParallel(network) if world > 1 else network
-    late = torch.zeros(1)
+    late, on_device = torch.zeros(1), text.to(args.device)
     while training.step < args.steps and not late:
-        losses.append(training.advance(pool, text, network, rank, world))
+        losses.append(training.advance(pool, on_device, network, rank, world))
         if training.step % args.probe_steps and training.step < args.steps:
             continue
         if probe is not None:
             spent, began = time.time() - began, time.time()
             training.seconds += spent
             row = {"step": training.step, "seconds": round(training.seconds), "loss": float(torch.stack(losses).mean())}
-            row |= probe.measure(training.average.module.eval(), text)
+            row |= probe.measure(copy.deepcopy(training.average.module).cpu().eval(), text)
             training.log({name: round(value, 4) for name, value in row.items()})
             print(json.dumps(row), flush=True)
             training.save()
@@ -188,9 +200,16 @@ def train(training: ModelTraining, pool: Pool, text: Tensor, probe: Probe | None
 
 
 def load_pool(codec: AutoencoderKLWan, args: argparse.Namespace, rank: int, world: int) -> Pool:
-    """Return all encoded clips; each rank encodes its share unless an earlier call did. Collective call."""
+    """Return all encoded clips; each rank encodes its share unless an earlier call did. Collective call.
+
+    The earlier call may have had another number of ranks.
+    """
     files = [args.work / f"pool_{args.scenes}_{part}_of_{world}.pt" for part in range(world)]
-    if not files[rank].exists():
+    for earlier in args.work.glob(f"pool_{args.scenes}_0_of_*.pt"):
+        count = int(earlier.stem.rpartition("_")[2])
+        others = [args.work / f"pool_{args.scenes}_{part}_of_{count}.pt" for part in range(count)]
+        files = others if all(map(Path.exists, others)) else files
+    if rank < len(files) and not files[rank].exists():
         began = time.time()
         save_tensors(files[rank], encode_scenes(codec, range(rank, args.scenes, world)))
         print(f"rank {rank}: scenes encoded in {time.time() - began:.0f} s", flush=True)
@@ -203,11 +222,14 @@ def load_pool(codec: AutoencoderKLWan, args: argparse.Namespace, rank: int, worl
 def write_folder(training: ModelTraining, parts: dict[str, nn.Module], tokenizer: PreTrainedTokenizerBase) -> None:
     args, out = training.args, training.args.out
     for name, part in parts.items():
-        copy.deepcopy(part).half().save_pretrained(out / name)
+        copy.deepcopy(part).cpu().half().save_pretrained(out / name)
     tokenizer.save_pretrained(out / "tokenizer")
     FlowMatchEulerDiscreteScheduler(shift=SHIFT).save_pretrained(out / "scheduler")
     data = {name: dataclasses.asdict(shot) for name, shot in (SOURCES | LABELLED).items()}
-    training.write_record(out / "pretraining.json", "tools/dev/pretrain_recam.py", args, SETTINGS, data=data)
+    more = {"data": data}
+    if args.start_from:
+        more["started_from"] = json.loads((args.start_from / "pretraining.json").read_text())
+    training.write_record(out / "pretraining.json", "tools/dev/pretrain_recam.py", args, SETTINGS, **more)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from flow_grpo.algorithm.rollout.explore import asked
+from flow_grpo.algorithm.rollout.explore import asked, deviation
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.multistep import second_order_step
 from flow_grpo.maths.sde import Transition, log_prob, sample, transition
@@ -105,9 +105,12 @@ def rollout(
         latents = drawn
     if columns:
         latents = tail(policy, latents, given, steps[:, -1] + 1, sampling)
+    own = noise if columns else initial
+    if any(sampling.command_spread) and not columns:  # nothing else tells copies apart that share their initial noise
+        own = torch.stack([deviation(condition, sampling) for condition in conditions])
     return Samples(
         keys=torch.tensor([[c.gid, c.slot, c.index] for c in conditions], dtype=torch.int64),
-        noise_ids=torch.tensor([[_hash(a), _hash(b if columns else a)] for a, b in zip(initial, noise, strict=True)]),
+        noise_ids=torch.tensor([[_hash(a), _hash(b)] for a, b in zip(initial, own, strict=True)]),
         conditioning=conditioning,
         trajectory=Trajectory(
             states=torch.stack(states, dim=1) if log_probs else latents.new_empty((count, 0, *shape)),

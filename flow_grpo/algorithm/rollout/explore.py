@@ -38,12 +38,18 @@ def beside(conditions: Sequence[Condition], sampling: Sampling) -> list[Conditio
     metres, degrees = sampling.command_spread
     asked = []
     for condition in conditions:
-        pair, other = divmod(condition.slot, 2)
-        draw = generator(sampling.seed, "command", condition.gid, pair)
-        move, turn = (-1 if other else 1) * torch.randn(2, 3, generator=draw, dtype=torch.float64)
+        path = condition.need_poses()
+        move, turn = deviation(condition, sampling).to(path)
         turn = (degrees * turn * torch.tensor(PITCH_YAW_ROLL)).deg2rad()
-        asked.append(dataclasses.replace(condition, target_poses=drifting(condition.need_poses(), metres * move, turn)))
+        asked.append(dataclasses.replace(condition, target_poses=drifting(path, metres * move, turn)))
     return asked
+
+
+def deviation(condition: Condition, sampling: Sampling) -> Tensor:
+    """Return the (2, 3) standard normal numbers of a copy's move and turn."""
+    pair, other = divmod(condition.slot, 2)
+    draw = generator(sampling.seed, "command", condition.gid, pair)
+    return (-1 if other else 1) * torch.randn(2, 3, generator=draw)
 
 
 def drifting(path: Tensor, move: Tensor, turn: Tensor) -> Tensor:

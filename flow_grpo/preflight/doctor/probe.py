@@ -158,7 +158,7 @@ def roll_out_probe(trainer: Trainer) -> Samples:
 
 def _truncated_rollout(trainer: Trainer) -> Sampling:
     """Return a schedule that ends one step after the last stochastic one of any group, or after two steps."""
-    sampling = dataclasses.replace(trainer.collector.sampling, command_spread=(0.0, 0.0))  # calls that updates repeat
+    sampling = trainer.collector.sampling
     if not sampling.blocks:
         return dataclasses.replace(sampling, sigmas=sampling.sigmas[:3])
     return dataclasses.replace(sampling, sigmas=sampling.sigmas[: sampling.last_step + 3], tails=None)
@@ -204,7 +204,8 @@ def _grad_mode(objective: GrpoObjective, rows: int, gradients: bool | None = Non
 
 def layer_differing_from_rollout(trainer: Trainer, objective: GrpoObjective, probe: Samples) -> str:
     """Return the first layer whose output differs between rollout and replay of the first stochastic step."""
-    policy, conditions, settings = trainer.updater.policy, planned_conditions(trainer), _truncated_rollout(trainer)
+    policy, conditions = trainer.updater.policy, planned_conditions(trainer)
+    settings = dataclasses.replace(_truncated_rollout(trainer), command_spread=(0.0, 0.0))  # calls that replays repeat
     windows = trainer.collector.sampling.windows(condition.gid for condition in conditions)
     network = unwrap(policy.module)
     with recorded_layers(network) as rollout_calls:

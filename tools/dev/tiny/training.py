@@ -39,7 +39,7 @@ class Resumable:
         self.file = work / "state.pt"
         self.resumed = self.file.exists()
         if self.resumed:
-            state = torch.load(self.file, weights_only=True)
+            state = torch.load(self.file, weights_only=True, map_location="cpu")
             for name, part in parts.items():
                 part.load_state_dict(state[name])
             self.step, self.seconds = state["step"], state["seconds"]
