@@ -32,7 +32,6 @@ class Sampling:
     sde: SdeSettings  # noise of the stochastic steps
     seed: int  # of all draws
     same_initial_noise: bool = False  # the copies of a group share it
-    command_spread: tuple[float, float] = (0.0, 0.0)  # metres and degrees, see `sample.command_spread`
     # Windows of consecutive stochastic steps, of which a group has one; none where the ODE is sampled.
     blocks: tuple[tuple[int, ...], ...] = ()
     # (S+1, m+1) fp32 CPU noise levels of a short tail of m second-order steps, by the level it starts from; None
@@ -42,6 +41,7 @@ class Sampling:
     # Calls of the network that every batch makes in its prefix and in its tail, whatever its windows, for a sharded
     # network that all ranks must call equally often; None makes as many as are needed.
     calls: tuple[int, int] | None = None
+    command_spread: tuple[float, float] = (0.0, 0.0)  # metres and degrees, see `sample.command_spread`
 
     def window_of(self, gid: int) -> tuple[int, ...]:
         """Return the stochastic steps of a group, the same on every rank; none where the ODE is sampled."""

@@ -14,7 +14,7 @@ from tools import learning_study as study
 from tools.study.scaled_recam import scaled
 
 MEASURES = list(study.MEASURES)
-KINDS = {"labelled": "pan_left", "unlabelled": "arc_left", "unseen": "push_left"}
+KINDS = {"labelled": "pan_left", "unlabelled": "arc_left", "unseen": "crane_up"}
 
 
 @pytest.fixture
