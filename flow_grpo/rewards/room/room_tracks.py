@@ -172,7 +172,7 @@ class RoomTracks(RoomPose):
     """
 
     name = "room_tracks"
-    floor = 0.05
+    floor = 0.06  # standard deviation of the value over codec reconstructions of 26 exact videos
     measures = (*RoomPose.measures, "rendered_rot_err_deg", "rendered_trans_err_m")
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
