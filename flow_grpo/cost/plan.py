@@ -194,8 +194,7 @@ def rollout_steps(config: Config) -> float:
     tail = sample.tail_steps or sample.num_steps - 1 - sum(block[-1] for block in blocks) / len(blocks)
     if sample.share_prefix:
         until *= math.ceil(sample.expanded_batch_size / sample.k) / sample.expanded_batch_size
-    judged = window_length(config) * traits_of(config).replays_steps * any(sample.command_spread)  # under the command
-    return until + window_length(config) - 1 + tail + judged
+    return until + window_length(config) - 1 + tail + _asked_again(config)
 
 
 def rollout_calls(config: Config) -> int:
@@ -207,8 +206,13 @@ def rollout_calls(config: Config) -> int:
     shared = math.ceil(sample.expanded_batch_size / sample.k / sample.train_batch_size)  # with full calls of groups
     until = (shared if sample.share_prefix else batches) * (blocks[-1][0] + 1)
     tail = sample.tail_steps or sample.num_steps - 1 - blocks[0][-1]
-    judged = window_length(config) * traits_of(config).replays_steps * any(sample.command_spread)
-    return until + batches * (window_length(config) - 1 + tail + judged)
+    return until + batches * (window_length(config) - 1 + tail + _asked_again(config))
+
+
+def _asked_again(config: Config) -> int:
+    """Return the steps of a sample that are answered under its command as well, after a path beside it."""
+    explores = any(config.sample.command_spread)
+    return window_length(config) if explores and traits_of(config).replays_steps else 0
 
 
 def _sent(config: Config, devices: int, counted: Footprint, latents: Latents, calls: int) -> dict[str, float]:

@@ -160,15 +160,12 @@ def main() -> None:
         codec = AutoencoderKLWan.from_pretrained(args.out / "vae").eval()
         text_encoder, tokenizer = build_text_encoder()
         text = encode_captions(text_encoder, tokenizer)
-        if args.steps == 0:  # render only: on many cores, for a later call in one process on a device
-            load_pool(codec, args, rank, world)
-            return
         pool = load_pool(codec, args, rank, world)
-        model = (
-            ReCamTransformer3DModel.from_pretrained(args.start_from / "transformer", torch_dtype=torch.float32)
-            if args.start_from
-            else build_model(args, codec.config.z_dim, text.shape[-1])
-        )
+        if args.steps == 0:  # render only: on many cores, for a later call in one process on a device
+            return
+        model = build_model(args, codec.config.z_dim, text.shape[-1])
+        if args.start_from:  # the weights alone: a loaded model would write the folder's name into its configuration
+            model.load_state_dict(ReCamTransformer3DModel.from_pretrained(args.start_from / "transformer").state_dict())
         training = ModelTraining(model, args)
         train(training, pool, text, Probe(codec) if rank == 0 else None, rank, world)
         if rank == 0:

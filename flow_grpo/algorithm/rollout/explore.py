@@ -36,13 +36,13 @@ def beside(conditions: Sequence[Condition], sampling: Sampling) -> list[Conditio
     Slots 2 n and 2 n + 1 of a group deviate by opposite amounts, so that the deviations of a group average to zero.
     """
     metres, degrees = sampling.command_spread
-    asked = []
+    varied = []
     for condition in conditions:
         path = condition.need_poses()
         move, turn = deviation(condition, sampling).to(path)
         turn = (degrees * turn * torch.tensor(PITCH_YAW_ROLL)).deg2rad()
-        asked.append(dataclasses.replace(condition, target_poses=drifting(path, metres * move, turn)))
-    return asked
+        varied.append(dataclasses.replace(condition, target_poses=drifting(path, metres * move, turn)))
+    return varied
 
 
 def deviation(condition: Condition, sampling: Sampling) -> Tensor:
