@@ -1,7 +1,6 @@
 """examples/one_file.py is the algorithm of train_grpo.py: the recipe's constants, and the same numbers bit for bit."""
 
 import ast
-import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import train_grpo
 from examples import one_file
 from flow_grpo import load_config
 from flow_grpo.reporting.drawing import plots
+from flow_grpo.reporting.metric_files import read_rows
 
 ROOT = Path(__file__).parents[1]
 RECIPE = f"{ROOT}/config/grpo.py:tiny_recam"
@@ -147,10 +147,7 @@ def both(tmp_path_factory):
 
 def test_metrics_are_the_trainers(both):
     run, (history, _, _) = both
-    recorded: dict[int, dict[str, float]] = {}
-    for line in (run / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        recorded.setdefault(row["step"], {}).update(row)
+    recorded = read_rows(run / "metrics.jsonl")
     assert len(history) == 1 + SMALL["num_epochs"]
     for epoch, metrics in enumerate(history):
         assert metrics == {name: recorded[epoch][name] for name in metrics}

@@ -53,12 +53,6 @@ def test_steps_before_the_window_follow_the_ode():
     assert not torch.equal(stochastic.final_latents, plain.final_latents)
 
 
-def test_states_are_stored_once_and_chain_through_a_contiguous_window():
-    got = roll(ToyPolicy(), group(3, 4), window=(1, 2, 3))
-    assert got.states.shape == (4, 4, *SHAPE)
-    assert got.steps.tolist() == [[1, 2, 3]] * 4
-
-
 def test_samples_with_different_windows_in_one_batch_are_those_of_batches_with_one_window():
     policy = ToyPolicy()
     conditions = [*group(3, 2), *group(9, 2), *group(5, 1)]

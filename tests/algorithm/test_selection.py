@@ -77,12 +77,6 @@ def test_pad_repeats_whole_valid_groups_up_to_the_target_the_same_every_time():
     assert outcome([40, 8, 4, 4], "pad")[0] == decision
 
 
-def test_rebalance_uses_the_valid_groups_only():
-    decision, _ = outcome([40, 8, 4, 8], "rebalance")
-    assert len(decision.groups) == 15
-    assert decision.padded == 0
-
-
 def test_fill_flat_tops_up_with_flat_then_incomplete_groups_of_the_original_batch():
     rounds = [a_round(0, 40, incomplete=5), *(a_round(n, 4, incomplete=15) for n in (1, 2, 3))]
     decision = after(rounds, "fill_flat")

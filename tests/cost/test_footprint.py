@@ -85,12 +85,6 @@ def test_counts_for_many_blocks_are_those_of_the_network_itself(trained):
         assert 0 <= value - planned[name] <= spare, name
 
 
-def test_twice_the_rows_cost_twice_as_many_operations():
-    model = dataclasses.replace(LORA, trained="full")
-    one, two = (footprint(RECAM, MIDDLE, SHAPE, model, rows=n).forward_flops for n in (1, 2))
-    assert two == pytest.approx(2 * one, rel=1e-6)
-
-
 def test_the_peak_counts_tensors_alive_at_once_and_views_are_free():
     def call():
         first = torch.empty(1000)  # 4,000 bytes

@@ -141,17 +141,6 @@ def test_videos_are_the_first_frames_of_their_cameras_resized(original, size):
     assert dataset.condition(2).source_video.any() and condition.target_poses.shape == (size[0], 4, 4)
 
 
-def test_camera_files_become_metres_with_opencv_axes(original):
-    file = original / "train" / "f18_aperture10" / "scene12" / "cameras" / "camera_extrinsics.json"
-    poses = read_cameras(file, ("cam01", "cam10"), FRAMES)
-    assert poses.shape == (2, FRAMES, 4, 4) and poses.dtype == torch.float64
-    # World axes stay Unreal's (x forward, y right, z up); columns are the camera's right, down, forward.
-    straight = [[0, 0, 1, 1.2], [1, 0, 0, 2], [0, -1, 0, 3], [0, 0, 0, 1]]
-    turned = [[-1, 0, 0, 1], [0, 0, 1, 2], [0, -1, 0, 3.2], [0, 0, 0, 1]]
-    assert torch.allclose(poses[0, 2], torch.tensor(straight, dtype=torch.float64), atol=1e-12)
-    assert torch.allclose(poses[1, 2], torch.tensor(turned, dtype=torch.float64), atol=1e-12)
-
-
 def pose(translation: list[float], rotation: list[list[float]] | None = None) -> Tensor:
     matrix = torch.eye(4, dtype=torch.float64)
     matrix[:3, 3] = torch.tensor(translation)

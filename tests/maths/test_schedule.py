@@ -87,15 +87,6 @@ def test_inverse_gain_levels_the_gain_of_the_std_that_is_really_added():
     assert weights[0] / weights[1] < 2
 
 
-def test_inverse_gain_is_the_closed_form_where_nothing_is_clipped():
-    # LongCat's sqrt(sigma / (1 - sigma)) / sqrt(delta), up to a constant.
-    sigmas, steps = flow_sigmas(16, 5.0), list(range(1, 15))
-    weights = step_weights("inverse_gain", sigmas, steps, kind="flow", noise_level=0.7)[steps].double()
-    sigma, delta = sigmas[steps].double(), (sigmas[:-1] - sigmas[1:])[steps].double()
-    ratio = weights / (sigma / (1 - sigma) / delta).sqrt()
-    assert (ratio / ratio[0]).tolist() == pytest.approx([1.0] * 14, rel=1e-5)
-
-
 def test_inverse_delta_weighs_by_the_step_length() -> None:
     sigmas = flow_sigmas(10, 3.0)
     weights = step_weights("inverse_delta", sigmas, [1, 8], kind="constant", noise_level=0.3)

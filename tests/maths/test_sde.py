@@ -112,18 +112,6 @@ def test_std_and_gain_of_every_step_and_variant(steps: int, shift: float, table:
                 assert value.item() == pytest.approx(float(printed), abs=0.51 * unit), (i, kind, level, printed)
 
 
-@pytest.mark.parametrize(
-    ("kind", "level", "limit", "step", "percent"),
-    [("flow", 0.7, None, 1, 6), ("flow", 0.7, None, 8, 24), ("flow", 1.0, 0.45, 8, 51), ("constant", 0.3, None, 8, 5)],
-)
-def test_excess_noise_of_a_step(kind: str, level: float, limit: float | None, step: int, percent: int) -> None:
-    sigmas = flow_sigmas(10, 3.0)
-    bounds = {"sigma_cap": sigmas[1], "max_step_std": limit}
-    found = coefficients(sigmas[step], sigmas[step + 1], kind=kind, noise_level=level, **bounds)
-    carried = (found.c.square() + found.std.square()).sqrt().item()
-    assert 100 * (carried / sigmas[step + 1].item() - 1) == pytest.approx(percent, abs=0.5)
-
-
 def test_cps_preserves_the_noise_level_and_capped_flow_starts_with_std_noise_level() -> None:
     for steps in (2, 10, 50):
         sigmas = flow_sigmas(steps, 3.0).double()

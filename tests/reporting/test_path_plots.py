@@ -11,15 +11,9 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
-from flow_grpo.maths.poses import pose, preset_path, rotation_matrix
+from flow_grpo.maths.poses import preset_path
 from flow_grpo.reporting.drawing import path_plots
-
-
-def elsewhere(poses: Tensor) -> Tensor:
-    world = pose(rotation_matrix(torch.tensor([0.4, -1.0, 2.0]).double()), torch.tensor([5.0, -7.0, 1.0]).double())
-    moved = world @ poses
-    moved[:, :3, 3] *= 3
-    return moved
+from tests.maths.test_path_errors import elsewhere
 
 
 def drawn(commanded: Tensor, estimated: Tensor, path: Path) -> list[Any]:

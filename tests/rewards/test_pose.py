@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from flow_grpo.maths.poses import PRESETS, pose, preset_path, rotation_matrix
+from flow_grpo.maths.poses import PRESETS, preset_path
 from flow_grpo.records import Condition
 from flow_grpo.rewards.camera import pose as camera_pose
 from flow_grpo.rewards.camera.pnp import locate_video
 from flow_grpo.rewards.camera.pose import PoseMeasurer, PoseRot, PoseTrans, compare, rotation_value, translation_value
 from flow_grpo.rewards.camera.smooth import Smooth
 from flow_grpo.rewards.process_pool import CallPool
+from tests.maths.test_path_errors import lost, path
 from tests.some import some
 from tests.textured_room import LARGE, SMALL, condition, film, intrinsics, slowed, source_path, spoiled
 
@@ -45,39 +46,26 @@ def static(preset: str) -> Tensor:
 # --- formulas
 
 
-def shifted(turn_deg: list[float], metres: list[float]) -> Tensor:
-    """Return poses (T, 4, 4) turned about y and moved along x."""
-    turns = torch.tensor([[0.0, degrees, 0.0] for degrees in turn_deg], dtype=torch.float64).deg2rad()
-    moves = torch.tensor([[x, 0.0, 0.0] for x in metres], dtype=torch.float64)
-    return pose(rotation_matrix(turns), moves)
-
-
 def test_values_are_those_of_the_formulas_and_a_path_that_only_turns_is_measured_in_units_of_30_cm():
-    commanded = shifted([0, 0, 0], [0, 0.5, 1.0])
-    errors = compare(commanded, shifted([0, 9, 90], [0, 1.0, 1.0]), commanded, torch.ones(3, dtype=torch.bool))
+    commanded = path([0, 0, 0], [0, 0.5, 1.0])
+    errors = compare(commanded, path([0, 9, 90], [0, 1.0, 1.0]), commanded, torch.ones(3, dtype=torch.bool))
     assert errors.reach == pytest.approx(1.0)
     # Weights 1/6, 2/6, 3/6; 9 of 45 degrees, then the cap; half a metre of 2 L = 2 m.
     assert rotation_value(errors) == pytest.approx(-(2 / 6 * 0.2 + 3 / 6))
     assert translation_value(errors) == pytest.approx(-(2 / 6 * 0.25))
-    commanded = shifted([0, 10, 20], [0, 0, 0])
-    errors = compare(commanded, shifted([0, 10, 20], [0, 0, 0.3]), commanded, torch.ones(3, dtype=torch.bool))
+    commanded = path([0, 10, 20], [0, 0, 0])
+    errors = compare(commanded, path([0, 10, 20], [0, 0, 0.3]), commanded, torch.ones(3, dtype=torch.bool))
     assert errors.reach == pytest.approx(0.3)
     assert translation_value(errors) == pytest.approx(-0.25)
 
 
-def lost(poses: Tensor, rows: list[int]) -> Tensor:
-    found = poses.clone()
-    found[rows] = torch.nan
-    return found
-
-
 def test_a_lost_frame_takes_the_cap_and_in_a_video_that_is_mostly_lost_all_do():
-    commanded = shifted([0, 0, 0], [0, 0.5, 1.0])
+    commanded = path([0, 0, 0], [0, 0.5, 1.0])
     errors = compare(commanded, lost(commanded, [1]), commanded, torch.ones(3, dtype=torch.bool))
     assert not errors.unregistered and errors.located == pytest.approx(2 / 3)
     assert rotation_value(errors) == pytest.approx(-1 / 3)
     assert translation_value(errors) == pytest.approx(-1 / 3)
-    commanded = shifted([0, 0, 0, 0], [0, 0.3, 0.7, 1.0])
+    commanded = path([0, 0, 0, 0], [0, 0.3, 0.7, 1.0])
     every = torch.ones(4, dtype=torch.bool)
     half = compare(commanded, lost(commanded, [0, 1]), commanded, every)
     assert not half.unregistered and rotation_value(half) > -1
@@ -87,7 +75,7 @@ def test_a_lost_frame_takes_the_cap_and_in_a_video_that_is_mostly_lost_all_do():
 
 
 def test_frames_that_cannot_be_judged_have_no_weight_and_do_not_count_as_lost():
-    commanded = shifted([0, 0, 0, 0], [0, 0.3, 0.7, 1.0])
+    commanded = path([0, 0, 0, 0], [0, 0.3, 0.7, 1.0])
     visible = torch.tensor([True, True, False, False])
     errors = compare(commanded, lost(commanded, [2, 3]), commanded, visible)
     assert errors.located == 1 and not errors.unregistered
@@ -149,7 +137,7 @@ def test_poses_may_be_given_in_any_reference():
     video = shot("arc_right", speed=0.8)[None]
     same = PoseTrans(MEASURER)(video, [asked("arc_right")])
     paths = {"source_poses": source_path(FRAMES), "target_poses": preset_path("arc_right", FRAMES)}
-    moved = asked("arc_right", **{name: other @ path for name, path in paths.items()})
+    moved = asked("arc_right", **{name: other @ given for name, given in paths.items()})
     assert torch.allclose(same.info["trans_m"], PoseTrans(MEASURER)(video, [moved]).info["trans_m"], atol=1e-4)
 
 

@@ -201,20 +201,6 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning_only(tmp_path, mo
     assert caplog.text.count("cannot be removed") == 2
 
 
-def test_a_full_disk_publishes_nothing_and_keeps_the_previous_checkpoint(tmp_path, monkeypatch):
-    save(tmp_path, 1)
-
-    def full(_path: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(state_files, "fsync", full)
-    with pytest.raises(RuntimeError, match=r"rank 0 failed in saving a checkpoint \(files\): OSError.*No space left"):
-        save(tmp_path, 2)
-    assert names(tmp_path) == ["checkpoint_000001"]
-    loaded = load_latest(tmp_path)
-    assert loaded is not None and loaded.step == 1
-
-
 def test_the_manifest_is_written_last_and_all_files_are_flushed_before_the_rename(tmp_path, monkeypatch):
     events: list[str] = []
     fsync, rename = state_files.fsync, os.rename
@@ -234,8 +220,6 @@ def test_the_manifest_is_written_last_and_all_files_are_flushed_before_the_renam
     assert events[:4] == ["state.safetensors", "state.json", "rank_0.safetensors", "rank_0.json"]
     assert events[4] == "manifest.json" and events[5].startswith("checkpoint_000003.tmp-")
     assert events[6:] == ["rename", "c"]
-    manifest = json.loads((tmp_path / "c" / "checkpoint_000003" / "manifest.json").read_text())
-    assert manifest["format"] == checkpoint.FORMAT
 
 
 def test_what_is_saved_is_the_state_as_it_was_however_late_it_is_written(tmp_path, monkeypatch) -> None:
@@ -288,8 +272,9 @@ def test_after_an_error_a_checkpoint_is_awaited_unless_it_cannot_be_written(tmp_
     assert (begun.path.stat().st_ino != before) == (error is None)
     assert ("is not published: [Errno 28]" in caplog.text) == (error is not None and step == "publish")
     if error:
-        with pytest.raises(RuntimeError, match="No space left"):
+        with pytest.raises(RuntimeError, match=r"^rank 0 failed in saving a checkpoint \(.*\): OSError.*No space left"):
             begun.wait()
+        assert names(tmp_path) == ["checkpoint_000001"]
 
 
 def linger_and_look(world: World, folder: Path) -> bool:

@@ -169,17 +169,6 @@ class RecordingHeartbeat:
         return contextlib.nullcontext()
 
 
-def rank_1_of_2(monkeypatch: pytest.MonkeyPatch, *, peer_comes: bool) -> World:
-
-    def all_reduce(*_: object, **__: object) -> None:
-        if not peer_comes:
-            raise RuntimeError("Connection closed by peer")
-
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(Group, "gather_text", lambda _, text: ["", text])
-    return World.of(Group(1, 2, object(), RecordingHeartbeat()))
-
-
 @pytest.mark.parametrize(
     ("error", "peer_comes", "published", "raised"),
     [
@@ -189,7 +178,13 @@ def rank_1_of_2(monkeypatch: pytest.MonkeyPatch, *, peer_comes: bool) -> World:
     ],
 )
 def test_an_error_is_published_while_the_peers_are_waited_for(error, peer_comes, published, raised, monkeypatch):
-    world = rank_1_of_2(monkeypatch, peer_comes=peer_comes)
+    def all_reduce(*_: object, **__: object) -> None:
+        if not peer_comes:
+            raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(Group, "gather_text", lambda _, text: ["", text])
+    world = World.of(Group(1, 2, object(), RecordingHeartbeat()))
     with pytest.raises((InputError, RankError), match=raised), world.sync_errors("update"):
         raise error
     assert world.heartbeat.published == published

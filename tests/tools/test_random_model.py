@@ -1,5 +1,6 @@
 """The random model loads like a real one, computes numbers of order one, and depends on all its inputs."""
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from flow_grpo.settings.loading import load_config
 from tests.command import command
 from tests.refusals import refusal
 from tests.some import some
+from tests.toy import condition
 from tools import random_model
 from tools.random_model import Sizes
 
@@ -56,16 +58,12 @@ def conditions(kinds: Sequence[tuple[str, str, int]] = KINDS) -> list[Condition]
     """Return conditions of (prompt, camera, source); of KINDS, each differs from the first in one of them."""
     videos = render_views(WORLD, [make_scene(WORLD, "random", number) for number in range(2)], [0])
     return [
-        Condition(
-            index=index,
-            gid=index,
-            slot=0,
+        dataclasses.replace(
+            condition(index, index),
             prompt=prompt,
             source_video=videos[source],
             target_poses=preset_path(preset, WORLD.frames),
-            scene="scene",
-            source_camera=str(source),
-            target_camera=preset,
+            target_video=None,
         )
         for index, (prompt, preset, source) in enumerate(kinds)
     ]
