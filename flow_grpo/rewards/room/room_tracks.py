@@ -77,13 +77,11 @@ def follow(video: Tensor, viewpoint: Viewpoints) -> Floats:
     camera = camera_matrix(viewpoint.intrinsics[0].tolist())
     poses = np.full((len(pictures), 4, 4), np.nan)
     poses[0] = np.eye(4)
-    nobody = Tracks(np.zeros((0, 2), np.float32), np.zeros((0, 3)), np.zeros(0, np.int64), np.zeros((0, 2), np.float32))
-    tracks = nobody
+    tracks = Tracks(np.zeros((0, 2), np.float32), np.zeros((0, 3)), np.zeros(0, np.int64), np.zeros((0, 2), np.float32))
     place, step = np.zeros(6), np.zeros(6)  # world-to-camera: rotation vector and translation, and their last change
     for number in range(1, len(pictures)):
         tracks = tracks.joined(_pick_up(pictures, number - 1, poses[number - 1], tracks.here, camera, viewpoint))
-        if len(tracks) >= LEAST:
-            tracks = _move_on(pictures, number, tracks)
+        tracks = _move_on(pictures, number, tracks)
         if len(tracks) < LEAST:
             break
         fits = [_place(start, tracks, camera) for start in (place, place + step)]
@@ -108,8 +106,7 @@ def _pick_up(
     textures = [cv2.cornerMinEigenVal(colour, 3)[y, x] for colour in cv2.split(picture)]
     texture = np.sum(textures, axis=0)
     points = np.stack([x, y], axis=1).astype(np.float32)[texture > np.quantile(texture, 0.4)]
-    if len(taken):
-        points = points[np.abs(points[:, None] - taken).max(axis=2).min(axis=1) > 1.5 * GRID]
+    points = points[np.abs(points[:, None] - taken).max(axis=2).min(axis=1, initial=np.inf) > 1.5 * GRID]
     rays = np.linalg.solve(camera, np.concatenate([points, np.ones((len(points), 1))], axis=1).T).T
     absolute = view.references[:, None] @ torch.from_numpy(pose)
     room = view.rooms.at(frame_times(len(pictures))[[number]])
@@ -137,6 +134,8 @@ def _find(
     first: MatLike, second: MatLike, points: NDArray[np.float32], near: NDArray[np.float32] | None = None
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """Return where points (n, 2) of one picture are in another, and which are found; `near` is a guess, if known."""
+    if not len(points):
+        return points, np.zeros(0, bool)
     levels, flags = (LEVELS, 0) if near is None else (0, cv2.OPTFLOW_USE_INITIAL_FLOW)
     guess = points.copy() if near is None else near.copy()
     moved, status, _ = cv2.calcOpticalFlowPyrLK(
