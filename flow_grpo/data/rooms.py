@@ -114,8 +114,8 @@ class Shot:
 
     translation: tuple[float, float, float]
     rotation: tuple[float, float, float]
-    speed: tuple[float, float] = (0.35, 0.65)
-    turn: tuple[float, float] = (0.3, 1.0)
+    speed: tuple[float, float] = (0.15, 0.4)
+    turn: tuple[float, float] = (0.15, 0.5)
     ease: str = "even"
 
     def path(self, draw: torch.Generator, frames: int) -> Tensor:
@@ -137,14 +137,11 @@ def _preset(name: str, **changes: object) -> Shot:
 RECAMMASTER = {name: _preset(name) for name in PRESETS}
 # What a tripod and rails can do, one motion at a time: what a base model has seen with true videos.
 LABELLED = {
-    name: dataclasses.replace(shot, speed=(0.35, 0.85), turn=(0.3, 1.1))
-    for name, shot in {
-        **{name: _preset(name) for name in ("pan_left", "pan_right", "tilt_up", "tilt_down", "zoom_in", "zoom_out")},
-        "truck_left": Shot((-2.0, 0.0, 0.0), (0.0, 0.0, 0.0)),
-        "truck_right": Shot((2.0, 0.0, 0.0), (0.0, 0.0, 0.0)),
-        "pedestal_up": Shot((0.0, -1.0, 0.0), (0.0, 0.0, 0.0)),
-        "pedestal_down": Shot((0.0, 1.0, 0.0), (0.0, 0.0, 0.0)),
-    }.items()
+    **{name: _preset(name) for name in ("pan_left", "pan_right", "tilt_up", "tilt_down", "zoom_in", "zoom_out")},
+    "truck_left": Shot((-2.0, 0.0, 0.0), (0.0, 0.0, 0.0)),
+    "truck_right": Shot((2.0, 0.0, 0.0), (0.0, 0.0, 0.0)),
+    "pedestal_up": Shot((0.0, -1.0, 0.0), (0.0, 0.0, 0.0)),
+    "pedestal_down": Shot((0.0, 1.0, 0.0), (0.0, 0.0, 0.0)),
 }
 # What is commanded without a true video to learn from: a move and a turn at once.
 UNLABELLED = {
@@ -162,13 +159,13 @@ UNSEEN = {
     "sweep_right": Shot((2.0, 0.0, 0.0), (-10.0, 0.0, 0.0)),
     "ease_in_arc_left": _preset("arc_left", ease="in"),
     "ease_out_push_right": Shot((0.0, 0.0, 2.0), (0.0, 20.0, 0.0), ease="out"),
-    "fast_arc_right": _preset("arc_right", speed=(0.7, 0.9), turn=(1.0, 1.2)),
-    "fast_pull_down": Shot((0.0, 0.0, -2.0), (-10.0, 0.0, 0.0), speed=(0.7, 0.9), turn=(1.0, 1.2)),
+    "fast_arc_right": _preset("arc_right", speed=(0.4, 0.55), turn=(0.5, 0.7)),
+    "fast_pull_down": Shot((0.0, 0.0, -2.0), (-10.0, 0.0, 0.0), speed=(0.4, 0.55), turn=(0.5, 0.7)),
 }
 # How sources are filmed.
 SOURCES = {
     "still": Shot((0.0, 0.0, 0.0), (0.0, 0.0, 0.0)),
-    "panning": Shot((0.0, 0.0, 0.0), (4.0, 12.0, 0.0), turn=(-1.0, 1.0)),
-    "moving": Shot((0.6, 0.15, 0.5), (0.0, -6.0, 0.0), speed=(0.3, 1.0), turn=(-1.0, 1.0)),
+    "panning": Shot((0.0, 0.0, 0.0), (4.0, 12.0, 0.0), turn=(-0.7, 0.7)),
+    "moving": Shot((0.6, 0.15, 0.5), (0.0, -6.0, 0.0), speed=(0.2, 0.6), turn=(-0.7, 0.7)),
 }
 SHOTS = RECAMMASTER | LABELLED | UNLABELLED | UNSEEN | SOURCES

@@ -18,10 +18,8 @@ from flow_grpo.settings.objectives import trained_rows, trains_groups, traits_of
 from flow_grpo.settings.schema import Config, RewardConfig
 
 # Rewards that a camera standing still loses; a server's may be one.
-FOLLOWING = (
-    *("pose_rot", "pose_trans", "view_disp", "room_pose", "room_tracks", "room_rot", "room_trans"),
-    *("target_view", "target_psnr"),
-)
+CAMERA = ("pose_rot", "pose_trans", "view_disp", "room_pose", "room_tracks", "room_rot", "room_trans")
+FOLLOWING = (*CAMERA, "target_view", "target_psnr")
 
 
 # Knob, when it is refused, what it must be, and the way out; in braces other knobs, and numbers that `check` adds.
