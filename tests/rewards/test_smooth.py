@@ -15,7 +15,7 @@ from flow_grpo.rewards.camera.pose import (
     translation_value,
 )
 from flow_grpo.rewards.camera.smooth import MOVE_NOISE_M, TURN_NOISE_DEG, Smooth, unsteadiness
-from tests.rewards.test_pose import shifted as path
+from tests.maths.test_path_errors import path
 from tests.textured_room import condition, film, shoot, source_path
 from tests.tricks import along
 
