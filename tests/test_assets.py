@@ -83,7 +83,7 @@ def test_samples_match_the_true_view_for_pure_rotations(policy, conditions):
 
 
 def test_furnished_rooms_are_filmed_along_labelled_paths(monkeypatch):
-    """Measured on 24 conditions: 22.5 dB; the codec alone reaches 27.3."""
+    """Measured on 24 conditions: 24.6 dB; the codec alone reaches 27.7."""
     monkeypatch.setattr(probe, "KINDS", {"labelled": ("tilt_up", "zoom_in")})
     monkeypatch.setattr(probe, "CONDITIONS", 2)
     codec = AutoencoderKLWan.from_pretrained(ROOMS / "vae")
