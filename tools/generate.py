@@ -33,6 +33,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shlex
 import sys
 import time
@@ -54,7 +55,7 @@ from tqdm import tqdm
 from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.data.dataset import ConditionDataset
 from flow_grpo.data.multicam import LENS_FOLDER, fitted_intrinsics
-from flow_grpo.data.prompts import PromptDataset, read_prompts
+from flow_grpo.data.prompts import ENDINGS, PromptDataset, read_prompts
 from flow_grpo.data.trajectories import VIDEO_FPS, UserVideos, find_videos, read_source_path
 from flow_grpo.data.video_io import video_size
 from flow_grpo.maths.poses import relative
@@ -210,13 +211,22 @@ def plan(args: argparse.Namespace) -> tuple[ConditionDataset, list[VideoRequest]
 
 
 def plan_prompts(args: argparse.Namespace) -> tuple[ConditionDataset, list[VideoRequest]]:
-    files = {text: Path(text) for text in args.prompts if text.lower().endswith((".txt", ".csv"))}
+    # A word that looks like a file's name is one: a video of its letters would not be noticed for what it is.
+    names = [
+        text for text in args.prompts if text.lower().endswith(ENDINGS) or re.fullmatch(r"\S*\.[A-Za-z]\w{1,5}", text)
+    ]
+    files = {text: Path(text) for text in names}
     prompts = [prompt for text in args.prompts for prompt in (read_prompts(files[text]) if text in files else [text])]
     dataset = PromptDataset(prompts, (args.frames, args.height, args.width), "--prompts")
     numbers = range(args.first_number, args.first_number + len(prompts))
     return dataset, [
         VideoRequest(i, number, None, "", args.out, f"prompt-{number:05d}") for i, number in enumerate(numbers)
     ]
+
+
+def names_file(text: str) -> bool:
+    """Return whether a word of the command line looks like a file's name: as a prompt it would be filmed unnoticed."""
+    return text.lower().endswith(ENDINGS) or re.fullmatch(r"\S*\.[A-Za-z]\w{1,5}", text) is not None
 
 
 def plan_films(args: argparse.Namespace) -> tuple[ConditionDataset, list[VideoRequest]]:

@@ -1,4 +1,4 @@
-"""Prompts from a text or CSV file, for models that make a video from its description alone."""
+"""Prompts from a text, CSV or JSON Lines file, for models that make a video from its description alone."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from pathlib import Path
 from flow_grpo.data.dataset import ConditionDataset
 from flow_grpo.data.video_io import Size
 from flow_grpo.records import Condition
-from flow_grpo.runtime.json_files import read_table, read_text
+from flow_grpo.runtime.json_files import read_json_lines, read_table, read_text
+from flow_grpo.runtime.prompt_text import clean_prompt
 
 COLUMN = "prompt"
+ENDINGS = (".txt", ".csv", ".jsonl")
 
 
 class PromptDataset(ConditionDataset):
@@ -64,26 +66,40 @@ class PromptDataset(ConditionDataset):
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Read the prompts of a text file, one a line, or of the column `prompt` of a .csv; empty ones are left out.
+    """Read the prompts of a file of `ENDINGS`, cleaned; empty ones are left out.
 
     Raises:
-        ValueError: no such file, no text or table, no such column, no prompt, or a prompt that occurs twice.
+        ValueError: another ending, no such file, not what the ending says, no column or field `prompt`, no prompt, or
+            prompts that occur twice.
     """
-    way_out = "give a text file with a prompt a line, or a .csv with a column prompt"
-    if file.suffix.lower() == ".csv":
-        lines = [row[COLUMN] for row in read_table(file, [COLUMN], way_out)]
+    way_out = "give a .txt with a prompt a line, a .csv with a column prompt or a .jsonl with a field prompt"
+    ending = file.suffix.lower()
+    if ending not in ENDINGS:
+        raise ValueError(f"{file} ends in {file.suffix or 'nothing'}, must end in {', '.join(ENDINGS)}; {way_out}")
+    if ending == ".csv":
+        texts = [row[COLUMN] for row in read_table(file, [COLUMN], way_out)]
+    elif ending == ".jsonl":
+        texts = [text_field(row, file, number, way_out) for number, row in read_json_lines(file, way_out)]
     else:
-        lines = read_text(file, way_out).splitlines()
-    prompts: dict[str, int] = {}
-    for number, line in enumerate(lines, 1):
-        prompt = " ".join(line.split())
-        if prompt in prompts:
-            raise ValueError(
-                f"{file}: prompts {prompts[prompt]} and {number} are the same, {prompt!r:.80}; a prompt's copies are "
-                "sampled by sample.k, remove one"
-            )
-        if prompt:
-            prompts[prompt] = number
-    if not prompts:
+        texts = read_text(file, way_out).split("\n")  # not at U+2028 and its like, which captions have inside
+    numbers: dict[str, list[int]] = {}
+    for number, text in enumerate(texts, 1):
+        numbers.setdefault(clean_prompt(text), []).append(number)
+    numbers.pop("", None)
+    if not numbers:
         raise ValueError(f"{file} holds no prompt; give one a line")
-    return list(prompts)
+    if twice := {prompt: found for prompt, found in numbers.items() if len(found) > 1}:
+        prompt, found = next(iter(twice.items()))
+        raise ValueError(
+            f"{file}: {len(twice)} prompts occur more than once, first {prompt!r:.80} (numbers "
+            f"{', '.join(map(str, found[:5]))}); a prompt's copies are sampled by sample.k, keep one of each"
+        )
+    return list(numbers)
+
+
+def text_field(row: object, file: Path, number: int, way_out: str) -> str:
+    """Return the prompt of an object of a .jsonl file; ValueError if it has none."""
+    text = row.get(COLUMN) if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        raise ValueError(f"{file}: line {number} has no text {COLUMN}; {way_out}")
+    return text

@@ -37,12 +37,13 @@ def read_json(file: Path, way_out: str) -> Any:
     Raises:
         ValueError: the file cannot be read, is not JSON, or gives a key of an object twice.
     """
-    text = read_text(file, way_out)
-    try:
-        return json.loads(text, object_pairs_hook=_unique)
-    # An integer of thousands of digits is a plain ValueError, deep nesting a RecursionError.
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"file {file} is not JSON ({error}); {way_out}") from error
+    return _parsed(read_text(file, way_out), f"file {file}", way_out)
+
+
+def read_json_lines(file: Path, way_out: str) -> list[tuple[int, Any]]:
+    """Read a file with a JSON value a line, like `read_json`; return the numbers of lines that are not empty beside."""
+    lines = enumerate(read_text(file, way_out).split("\n"), 1)
+    return [(number, _parsed(line, f"{file}: line {number}", way_out)) for number, line in lines if line.strip()]
 
 
 def read_json_object(file: Path, way_out: str) -> dict[str, Any]:
@@ -73,6 +74,14 @@ def read_table(file: Path, columns: Sequence[str], way_out: str) -> list[dict[st
     except csv.Error as error:
         raise ValueError(f"{file} is no table ({error}); correct its quotes") from error
     return rows
+
+
+def _parsed(text: str, what: str, way_out: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    # An integer of thousands of digits is a plain ValueError, deep nesting a RecursionError.
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} is not JSON ({error}); {way_out}") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -67,8 +67,8 @@ class DataConfig(Section):
     eval_split: Split = knob("val", "folder below root with the held-out scenes", min_length=1)
     prompts: Place = knob(
         "",
-        "for a model that needs no source video: prompts to train on, a text file with one a line or a .csv with a "
-        "column prompt; '' trains on the videos of root",
+        "for a model that needs no source video: prompts to train on, a .txt with one a line, a .csv with a column "
+        "prompt or a .jsonl with a field prompt; '' trains on the videos of root",
     )
     eval_prompts: Place = knob("", "held-out prompts, a file likewise")
     tune_scenes: Int = knob(

@@ -14,8 +14,10 @@ from tests.test_train_grpo import ROOT
 SIZE = (5, 32, 32)
 
 
-def test_a_text_file_holds_a_prompt_a_line_and_a_csv_a_column(tmp_path):
-    (tmp_path / "a.txt").write_text("a red kite\n\n  a  blue   boat \n")
+def test_a_text_file_holds_a_prompt_a_line_a_csv_a_column_and_a_jsonl_a_field(tmp_path):
+    (tmp_path / "a.txt").write_text("a red\u2028kite\r\n\n  a  blue   boat \n")
+    (tmp_path / "c.JSONL").write_text('{"prompt": "salt &amp; pepper", "id": 1}\n\n{"prompt": "a dog"}\n')
+    assert read_prompts(tmp_path / "c.JSONL") == ["salt & pepper", "a dog"]
     (tmp_path / "b.csv").write_text('id,prompt\n1,"a cat, asleep"\n2,a dog\n')
     assert read_prompts(tmp_path / "a.txt") == ["a red kite", "a blue boat"]
     assert read_prompts(tmp_path / "b.csv") == ["a cat, asleep", "a dog"]
@@ -25,12 +27,16 @@ def test_a_text_file_holds_a_prompt_a_line_and_a_csv_a_column(tmp_path):
     ("name", "text", "message"),
     [
         ("a.txt", "\n \n", "holds no prompt; give one a line"),
-        ("a.txt", "a cat\na dog\na  cat\n", "prompts 1 and 3 are the same, 'a cat'; "),
+        ("a.txt", "a &\nb\na  &amp;\nb\n", r"2 prompts occur more than once, first 'a &' \(numbers 1, 3\); "),
+        ("a.tsv", "prompt\na cat\n", "ends in .tsv, must end in .txt, .csv, .jsonl; "),
+        ("prompts", "a cat\n", "ends in nothing, must end in .txt, .csv, .jsonl; "),
+        ("a.jsonl", '{"prompt": "a cat"}\n{"text": "a dog"}\n', "line 2 has no text prompt; give a .txt"),
+        ("a.jsonl", '{"prompt": "a cat"}\na dog\n', "line 2 is not JSON"),
         ("a.csv", "text\na cat\n", r"has the columns \['text'\], must have prompt; add or rename"),
         ("a.csv", "prompt\na cat, asleep\n", "line 2 has more fields than columns; put texts in quotes"),
         ("a.csv", 'prompt\n"a cat\na dog\n', "is no table .*; correct its quotes"),
         ("a.csv", f"prompt\n{'a cat ' * 30_000}\n", "is no table .*; correct its quotes"),
-        ("none.txt", None, "give a text file with a prompt a line"),
+        ("none.txt", None, "give a .txt with a prompt a line"),
     ],
 )
 def test_a_file_that_holds_no_prompts_is_refused_by_name(tmp_path, name, text, message):

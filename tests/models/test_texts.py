@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from config.grpo import WAN_NEGATIVE_PROMPT
-from flow_grpo.models.encoders.texts import TextEncoder, clean_prompt
+from flow_grpo.models.encoders.texts import TextEncoder
+from flow_grpo.runtime.prompt_text import clean_prompt
 from tests.tiny_models import CPU, make_tiny_folder, tiny_text_encoder, tiny_tokenizer
 
 

@@ -415,3 +415,11 @@ def test_evaluate_reads_the_folder_as_it_is_with_before_beside_after(source, tmp
     (run / "generated" / "dog_zoom_in_before.mp4").unlink()
     with pytest.raises(ValueError, match=r"dog_zoom_in.json has no dog_zoom_in_before.mp4; generate it again"):
         find_generated(run / "generated", None)
+
+
+@pytest.mark.parametrize(
+    ("word", "named"),
+    [("p.jsonl", True), ("dir/p.tsv", True), ("my prompts.txt", True), ("a cat. A dog.", False), ("4.5", False)],
+)
+def test_a_word_that_looks_like_a_file_s_name_is_not_filmed_as_a_prompt(word, named):
+    assert generate.names_file(word) == named

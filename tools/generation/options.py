@@ -88,7 +88,7 @@ def _parser(doc: str | None) -> Parser:
     add("--run", type=Path, help="folder of a run, outputs/NAME: the options below that are not given are its own")
     add("--source", type=Path, nargs="+", action="extend", help="videos, or folders of videos")
     add("--camera", nargs="+", action="extend", help="presets such as arc_left:0.5, or path.json")
-    prompts_help = "for a model without source video: what to show, or a .txt or .csv of prompts"
+    prompts_help = "for a model without source video: what to show, or a .txt, .csv or .jsonl of prompts"
     path_help = "how the sources' own camera moves, for a model that asks: static, ViPE's output folder, or a path.json"
     add("--source-poses", help=f"{path_help} with a pose for each frame")
     add("--prompts", nargs="+", action="extend", help=prompts_help)

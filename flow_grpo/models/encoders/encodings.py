@@ -18,8 +18,9 @@ from torch import Tensor
 
 from flow_grpo.models.encoders.codec import Codec
 from flow_grpo.models.encoders.images import ImageEncoder
-from flow_grpo.models.encoders.texts import TextEncoder, clean_prompt
+from flow_grpo.models.encoders.texts import TextEncoder
 from flow_grpo.records import Condition
+from flow_grpo.runtime.prompt_text import clean_prompt
 from flow_grpo.runtime.tensor_store import TensorStore, content_key
 
 Size: TypeAlias = tuple[int, int, int]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import html
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers import AutoModelForTextEncoding, AutoTokenizer, PreTrainedMode
 
 from flow_grpo.models.encoders.frozen import LOCAL, FrozenEncoder, load_frozen, not_loaded
 from flow_grpo.models.files.model_files import check_component, check_json
+from flow_grpo.runtime.prompt_text import clean_prompt
 from flow_grpo.runtime.tensor_store import files_key
 
 _log = logging.getLogger(__name__)
@@ -63,18 +63,6 @@ class TextEncoder(FrozenEncoder):
             tokens = tokens.to(self._device)
             states: Tensor = network(tokens.input_ids, tokens.attention_mask).last_hidden_state[0]
         return states.float().cpu()
-
-
-def clean_prompt(prompt: str) -> str:
-    """Return the text that is tokenized, as ReCamMaster's code and diffusers' Wan pipelines clean it.
-
-    Broken encodings and HTML entities are repaired, full-width punctuation and curly quotes become ASCII, and every run
-    of white space becomes one space. ASCII text without "&" only changes in white space.
-    """
-    import ftfy  # here: what plans or measures a model encodes no prompts
-
-    repaired = html.unescape(html.unescape(ftfy.fix_text(prompt)))  # twice: "&amp;lt;" occurs in scraped captions
-    return " ".join(repaired.split())
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
