@@ -28,7 +28,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
 import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
-import av
 import torch
 from rich.console import Console
 from rich.progress import Progress
@@ -36,7 +35,7 @@ from rich.table import Table
 
 from flow_grpo.data import multicam
 from flow_grpo.data.camera_files import BAD_JSON, read_cameras
-from flow_grpo.data.video_io import opened, read_video, video_size
+from flow_grpo.data.video_io import frame_rate, read_video, video_size
 from flow_grpo.runtime.json_files import read_json_object
 from flow_grpo.maths.poses import rotation_angle_deg
 from tools.common import image_size, make_parser
@@ -110,7 +109,7 @@ def _check_videos(args: argparse.Namespace, videos: Sequence[Path], report: Scen
     for video in videos:
         name = video.relative_to(args.root).as_posix()
         try:
-            size, rate = video_size(video), _rate(video)
+            size, rate = video_size(video), frame_rate(video)
             if args.decode:  # decodes every frame but keeps only the last one
                 read_video(video, 1, start=max(size[0], args.frames or 0, 1) - 1)
         except (ValueError, OSError) as error:
@@ -118,6 +117,9 @@ def _check_videos(args: argparse.Namespace, videos: Sequence[Path], report: Scen
             continue
         found[name] = size
         report.clips.append((*size, rate))
+    if len(rates := {clip[3] for clip in report.clips}) > 1:
+        text = " and ".join(f"{rate:g}" for rate in sorted(rates))
+        report.problems.append((report.name, f"cameras at {text} frames per second: frame i is another moment in each"))
     common = Counter(found.values()).most_common(1)
     if not common:
         return args.frames
@@ -129,14 +131,6 @@ def _check_videos(args: argparse.Namespace, videos: Sequence[Path], report: Scen
         if count < (args.frames or 0) or (args.frames is None and count != frames):
             report.problems.append((name, f"{count} frames, must be {args.frames or frames}"))
     return args.frames or frames
-
-
-def _rate(video: Path) -> float:
-    try:
-        with opened(video) as (_, stream):
-            return float(stream.average_rate or 0)
-    except av.FFmpegError as error:
-        raise ValueError(f"video {video} is damaged or no video ({error})") from error
 
 
 def _check_cameras(

@@ -130,14 +130,14 @@ class MultiCamDataset(VideoDataset):
         poses = torch.cat([read_cameras(scene.place(c) / CAMERAS_JSON, (c,), size[0]) for c in (source, target)])
         reference_pose = poses[0 if self.reference == "source" else 1, 0]
         source_poses, target_poses = relative(reference_pose, poses)
-        source_video, source_shape = self._video(scene, source)
-        target_video, shape = None, source_shape
+        source_video, source_form = self._video(scene, source)
+        target_video, form = None, source_form
         if target in scene.cameras or scene.video(target).is_file():
-            target_video, shape = self._video(scene, target)
-        if source_shape != shape:
+            target_video, form = self._video(scene, target)
+        if source_form != form:
             raise ValueError(
-                f"scene {scene.folder}: {source} is {source_shape} and {target} is {shape} pixels (rows, columns); "
-                "the cameras of a scene must share one size, encode them again"
+                f"scene {scene.folder}: {source} is {source_form} and {target} is {form} (rows, columns, frames per "
+                "second); the cameras of a scene must share one size and rate, encode them again"
             )
         return Condition(
             index=index,
@@ -151,7 +151,7 @@ class MultiCamDataset(VideoDataset):
             target_camera=target,
             source_poses=source_poses,
             reference_pose=reference_pose,
-            intrinsics=None if scene.focal_mm is None else fitted_intrinsics(scene.focal_mm, shape, *size[1:]),
+            intrinsics=None if scene.focal_mm is None else fitted_intrinsics(scene.focal_mm, form[:2], *size[1:]),
             target_video=target_video,
             preset=_read_presets(scene.place(target)).get(target),
             source_id=self.source_id(index),
@@ -229,10 +229,10 @@ class MultiCamDataset(VideoDataset):
         others = [camera for camera in scene.cameras if camera != target]
         return others[key("source camera", scene.name, target) % len(others)]
 
-    def _video(self, scene: Scene, camera: str) -> tuple[Tensor, tuple[int, int]]:
-        # The fitted video (3, T, h, w), fp32 in [0, 1], and the file's own (height, width).
-        video, shape = self._cache.read(scene.video(camera), *self._sizes[scene.name])
-        return video.float() / 255, shape
+    def _video(self, scene: Scene, camera: str) -> tuple[Tensor, tuple[int, int, float]]:
+        # The fitted video (3, T, h, w), fp32 in [0, 1], and the file's own height, width and frame rate.
+        video, shape, rate = self._cache.read(scene.video(camera), *self._sizes[scene.name])
+        return video.float() / 255, (*shape, rate)
 
 
 def _hash_lines(lines: Sequence[str]) -> str:

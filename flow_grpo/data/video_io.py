@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import av
+import numpy as np
 import torch
 from av.container import InputContainer
 from av.stream import Disposition
@@ -21,6 +24,8 @@ from flow_grpo.runtime.video_file import EXACT_COLOURS, THREADS
 
 # FFmpeg chooses a container by content, not by name: a playlist called .mp4 would have it read other files.
 CONTAINERS = "mov,matroska,webm,avi"
+# Transfer functions, by their numbers in ITU-T H.273: https://www.itu.int/rec/T-REC-H.273
+HDR = {8: "linear", 9: "logarithmic", 10: "logarithmic", 16: "PQ", 17: "SMPTE ST 428", 18: "HLG"}
 MOST_OBLONG = 0.05  # FFmpeg notes a few percent where a scaled size was rounded to whole multiples
 Size = tuple[int, int, int]
 """(frames, height, width) of a video, in frames and pixels."""
@@ -46,11 +51,11 @@ def read_video(path: str | Path, num_frames: int, start: int = 0) -> Tensor:
             for decoded, frame in enumerate(container.decode(stream), 1):
                 if decoded <= start:
                     continue
-                pixels = frame.to_ndarray(format="rgb24", interpolation=EXACT_COLOURS, threads=THREADS)
+                pixels = as_shown(path, frame)
                 place = decoded - 1 - start
                 if place == 0:  # one buffer: stacking a list of frames would double the memory of a large clip
                     video = torch.empty(3, num_frames, *pixels.shape[:2], dtype=torch.uint8)
-                _check_frame(path, decoded - 1, frame, tuple(video.shape[2:]))
+                _check_size(path, decoded - 1, pixels.shape[:2], tuple(video.shape[2:]))
                 video[:, place] = rearrange(torch.from_numpy(pixels), "h w c -> c h w")
                 if decoded == needed:
                     return video
@@ -66,19 +71,43 @@ def read_video(path: str | Path, num_frames: int, start: int = 0) -> Tensor:
 
 
 def video_size(path: str | Path) -> Size:
-    """Read (frames, height, width) from the file's header; frames are decoded only if it has no count.
+    """Return (frames, height, width) of a video as it is shown; with a sound header only its first frame is decoded.
 
     Raises:
-        ValueError: missing or unreadable file.
+        ValueError: missing or unreadable file, or one whose first frame cannot be read as it is to be seen.
     """
-    path = Path(path)
-    if not path.is_file():
+    with header(path) as (container, stream):
+        first = next(container.decode(stream), None)
+        if first is None:
+            raise ValueError(f"video {path} holds no frame; fetch or encode it again")
+        size = as_shown(path, first).shape
+        # A cut without encoding leaves frames in the file that are not shown, which the header counts.
+        lasts = float((stream.duration or 0) * (stream.time_base or 0) * (stream.average_rate or 0))
+        if stream.frames and abs(lasts - stream.frames) <= 1:
+            return stream.frames, size[0], size[1]
+    with header(path) as (container, stream):
+        return sum(1 for _ in container.decode(stream)), size[0], size[1]
+
+
+def frame_rate(path: str | Path) -> float:
+    """Return a video's frames per second by its header, 0 where that does not say; ValueError as `video_size`."""
+    with header(path) as (_, stream):
+        return float(stream.average_rate or 0)
+
+
+@contextlib.contextmanager
+def header(path: str | Path) -> Iterator[tuple[InputContainer, VideoStream]]:
+    """Open a video like `opened`; ValueError also for one that is missing or damaged."""
+    if not Path(path).is_file():
         raise ValueError(f"video {path} does not exist; check the dataset folder")
     try:
-        with opened(path) as (container, stream):
-            return stream.frames or sum(1 for _ in container.decode(stream)), stream.height, stream.width
+        with opened(Path(path)) as found:
+            yield found
     except av.FFmpegError as error:
-        raise ValueError(f"video {path} is damaged or no video ({error}); fetch or encode it again") from error
+        raise ValueError(
+            f"video {path} is damaged or no video in a container that is read ({CONTAINERS}; {error}); fetch or encode "
+            "it again"
+        ) from error
 
 
 def fitted_size(size: tuple[int, int], height: int, width: int) -> tuple[int, int]:
@@ -128,20 +157,21 @@ class VideoCache:
 
     def __init__(self, limit: int = 2**28) -> None:
         """Cache at most `limit` bytes of pixels."""
-        self._videos: LruCache[tuple[object, ...], tuple[Tensor, tuple[int, int]]] = LruCache(limit, _pixels)
+        self._videos: LruCache[tuple[object, ...], tuple[Tensor, tuple[int, int], float]] = LruCache(limit, _pixels)
 
-    def read(self, path: Path, num_frames: int, height: int, width: int) -> tuple[Tensor, tuple[int, int]]:
-        """Read the first frames, fitted to (3, num_frames, height, width) uint8, and the file's own (height, width).
+    def read(self, path: Path, num_frames: int, height: int, width: int) -> tuple[Tensor, tuple[int, int], float]:
+        """Read the first frames, fitted to (3, num_frames, height, width) uint8.
 
-        The tensor is shared with the cache: do not write to it.
+        Beside them are returned the (height, width) of the video itself and its frame rate. The tensor is shared with
+        the cache: do not write to it.
 
         Raises:
             ValueError: as `read_video`.
         """
 
-        def read() -> tuple[Tensor, tuple[int, int]]:
+        def read() -> tuple[Tensor, tuple[int, int], float]:
             original = read_video(path, num_frames)
-            return fit_video(original, height, width), (original.shape[-2], original.shape[-1])
+            return fit_video(original, height, width), (original.shape[-2], original.shape[-1]), frame_rate(path)
 
         # A replaced file is read again, as `file_id` hashes it again: encodings are kept under the hash of the content.
         found = path.stat() if path.is_file() else None
@@ -149,7 +179,7 @@ class VideoCache:
         return self._videos.get_or_make((path, state, num_frames, height, width), read)
 
 
-def _pixels(entry: tuple[Tensor, tuple[int, int]]) -> int:
+def _pixels(entry: tuple[Tensor, tuple[int, int], float]) -> int:
     return entry[0].nbytes
 
 
@@ -182,14 +212,38 @@ def opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
         yield container, streams[0]
 
 
-def _check_frame(path: Path, number: int, frame: av.VideoFrame, size: tuple[int, ...]) -> None:
-    if (frame.height, frame.width) != size:
+def as_shown(path: str | Path, frame: av.VideoFrame) -> np.ndarray:
+    """Return a frame (h, w, 3), uint8, as players show it: turned and mirrored by its display matrix.
+
+    A phone that is held upright writes the matrix instead of turning pictures (ISO/IEC 14496-12, 8.5.3).
+
+    Raises:
+        ValueError: brightness is coded for HDR, or the matrix is no multiple of a quarter turn.
+    """
+    if frame.color_trc in HDR:
         raise ValueError(
-            f"video {path}: frame {number} is {frame.height}x{frame.width}, those before it {size[0]}x{size[1]}; "
-            "encode it again in one size"
+            f"video {path} is HDR ({HDR[frame.color_trc]}), whose brightness is not that of the models' videos; "
+            "convert it: ffmpeg -i IN -vf zscale=t=linear:npl=203,tonemap=hable,zscale=p=bt709:t=bt709:m=bt709:r=tv,"
+            "format=yuv420p OUT.mp4"
         )
-    if frame.rotation:
+    pixels = frame.to_ndarray(format="rgb24", interpolation=EXACT_COLOURS, threads=THREADS)
+    data: Any = frame.side_data.get("DISPLAYMATRIX")
+    if data is None:
+        return pixels
+    # A place (p, q), to the right and down, is shown at (a p + c q, b p + d q); 65536 is 1.
+    a, b, _, c, d = (number / 65536 for number in struct.unpack("=5i", bytes(data)[:20]))
+    if (abs(a), abs(b), abs(c), abs(d)) not in {(1, 0, 0, 1), (0, 1, 1, 0)}:
         raise ValueError(
-            f"video {path}: players rotate frame {number} by {frame.rotation} degrees, which is not read; "
-            "encode it again as it is to be seen"
+            f"video {path} is shown turned by {frame.rotation} degrees, which is not read; encode it again as it is to "
+            "be seen"
+        )
+    right, down = (a, d) if a else (c, b)
+    return np.ascontiguousarray((pixels if a else pixels.swapaxes(0, 1))[:: int(down), :: int(right)])
+
+
+def _check_size(path: Path, number: int, size: tuple[int, ...], before: tuple[int, ...]) -> None:
+    if size != before:
+        raise ValueError(
+            f"video {path}: frame {number} is {size[0]}x{size[1]}, those before it {before[0]}x{before[1]}; "
+            "encode it again in one size"
         )

@@ -251,7 +251,9 @@ def test_unusable_videos_are_refused(root):
     video.write_bytes(b"nothing")
     assert f"{video} cannot be read" in refusal(lambda: second_camera(root))
     write_video(video, clip(1, FRAMES, 32, 48), lossless=True)  # another size than the other cameras
-    assert "(32, 48)" in refusal(lambda: second_camera(root))
+    assert "(32, 48, 15.0)" in refusal(lambda: second_camera(root))
+    write_video(video, clip(1), fps=30, lossless=True)
+    assert "(16, 24, 30.0) (rows, columns, frames per second)" in refusal(lambda: second_camera(root))
 
 
 SCALED = [[2, 0, 0, 0], [0, 2, 0, 0], [0, 0, 2, 0]]

@@ -5,6 +5,7 @@ import os
 import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -208,15 +209,15 @@ def test_the_cache_returns_what_the_file_holds_also_when_it_is_replaced_and_forg
     a, b, c = files
     cache = VideoCache(limit=2 * 3 * 6 * 16 * 16)
     for file in (a, b, a, a, c, a, b):  # c takes the place of b, the longest unused; then b that of c
-        video, size = cache.read(file, 6, 16, 16)
-        assert size == (24, 32)
+        video, *found = cache.read(file, 6, 16, 16)
+        assert found == [(24, 32), 15.0]
         assert torch.equal(video, fit_video(read_video(file, 6), 16, 16))
     assert reads == [a, b, c, b]
     cache.read(a, 5, 16, 16)
     assert reads == [a, b, c, b, a]  # another number of frames is another video
     nothing = VideoCache(limit=0)
     assert torch.equal(nothing.read(a, 6, 24, 32)[0], nothing.read(a, 6, 24, 32)[0])
-    before, _ = cache.read(a, 5, 16, 16)
+    before = cache.read(a, 5, 16, 16)[0]
     write_video(a, 1 - gradients(), lossless=True)
     assert not torch.equal(cache.read(a, 5, 16, 16)[0], before)
 
@@ -269,14 +270,66 @@ def test_a_video_that_changes_its_size_and_one_with_several_picture_streams_are_
     assert "has 2 picture streams" in unread(tmp_path / "a.mp4", 5)
 
 
-def test_a_video_that_players_rotate_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("matrix", "shown"),
+    [
+        ((0, 1, -1, 0), lambda video: video.rot90(-1, (2, 3))),  # a phone held upright
+        ((0, -1, 1, 0), lambda video: video.rot90(1, (2, 3))),
+        ((-1, 0, 0, -1), lambda video: video.flip(2, 3)),
+        ((-1, 0, 0, 1), lambda video: video.flip(3)),
+        ((1, 0, 0, -1), lambda video: video.flip(2)),
+        ((0, 1, 1, 0), lambda video: video.transpose(2, 3)),
+    ],
+)
+def test_a_video_is_read_as_players_turn_and_mirror_it(tmp_path, matrix, shown):
+    video = gradients()
+    write_video(tmp_path / "a.mp4", video, lossless=True)
+    stored = read_video(tmp_path / "a.mp4", 5)
+    with_matrix(tmp_path / "a.mp4", matrix)
+    assert torch.equal(read_video(tmp_path / "a.mp4", 5), shown(stored))
+    assert video_size(tmp_path / "a.mp4")[1:] == tuple(shown(stored).shape[2:])
+
+
+def test_a_video_that_players_turn_by_part_of_a_quarter_is_refused(tmp_path):
     write_video(tmp_path / "a.mp4", gradients(), lossless=True)
-    data = (tmp_path / "a.mp4").read_bytes()
+    with_matrix(tmp_path / "a.mp4", (0.6, 0.8, -0.8, 0.6))
+    assert "is shown turned by" in unread(tmp_path / "a.mp4", 5)
+
+
+def with_matrix(file: Path, matrix: Sequence[float]) -> None:
+    """Write the display matrix (a, b, c, d) into the head of a film's only track."""
     upright = struct.pack(">9i", 1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30)
-    turned = struct.pack(">9i", 0, 1 << 16, 0, -(1 << 16), 0, 0, 0, 0, 1 << 30)
-    head, middle, tail = data.split(upright)  # the film's matrix and its only track's
-    (tmp_path / "a.mp4").write_bytes(head + upright + middle + turned + tail)
-    assert "players rotate frame 0 by" in unread(tmp_path / "a.mp4", 5)
+    a, b, c, d = (round(number * (1 << 16)) for number in matrix)
+    head, middle, tail = file.read_bytes().split(upright)  # the film's matrix and its only track's
+    file.write_bytes(head + upright + middle + struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30) + tail)
+
+
+@pytest.mark.parametrize(("number", "name"), [(16, "PQ"), (18, "HLG")])
+def test_hdr_is_refused_and_a_way_to_convert_it_named(tmp_path, number, name):
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        stream = container.add_stream("libx264", rate=15)
+        stream.height, stream.width, stream.pix_fmt = 16, 24, "yuv420p"
+        stream.codec_context.color_trc = number
+        for _ in range(5):
+            container.mux(stream.encode(av.VideoFrame(24, 16, "yuv420p")))
+        container.mux(stream.encode())
+    assert f"is HDR ({name})" in unread(tmp_path / "a.mp4", 5)
+    assert "convert it: ffmpeg -i IN" in refusal(lambda: video_size(tmp_path / "a.mp4"))
+
+
+def test_frames_that_a_cut_hides_are_not_counted(tmp_path):
+    """An edit list that begins in the middle of the film, as a cut without encoding leaves it."""
+    write_video(tmp_path / "a.mp4", gradients(), lossless=True)
+    with av.open(str(tmp_path / "a.mp4")) as whole, av.open(str(tmp_path / "b.mp4"), "w") as cut:
+        stream = cut.add_stream_from_template(whole.streams.video[0])
+        for packet in whole.demux(video=0):
+            if packet.dts is not None:
+                back = 3 * packet.duration
+                packet.stream, packet.pts, packet.dts = stream, packet.pts - back, packet.dts - back
+                cut.mux(packet)
+    with av.open(str(tmp_path / "b.mp4")) as found:
+        shown, counted = sum(1 for _ in found.decode(video=0)), found.streams.video[0].frames
+    assert shown < counted and video_size(tmp_path / "b.mp4")[0] == shown
 
 
 @pytest.mark.parametrize(("aspect", "read"), [(Fraction(1), True), (Fraction(40, 39), True), (Fraction(4, 3), False)])

@@ -137,6 +137,12 @@ def test_frames_and_sizes_may_be_asked_for(root, words, said):
     assert fewer["motion"] == report(root, code=0)["motion"], "paths are measured over all frames"
 
 
+def test_cameras_of_a_scene_at_different_rates_are_named(root):
+    write_video(root / SCENE / "videos/cam03.mp4", torch.rand(3, 5, 24, 32), fps=30, lossless=True)
+    text = "cameras at 15 and 30 frames per second: frame i is another moment in each"
+    assert problems(root) == {SCENE: [text]}
+
+
 def test_a_camera_that_jumps_is_named(root):
     def jump(content):
         for number in (3, 4):
