@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from flow_grpo.data import multicam
+from flow_grpo.data import captions, multicam
 from flow_grpo.data.camera_files import BAD_JSON, read_cameras
 from flow_grpo.data.video_io import frame_rate, read_video, video_size
 from flow_grpo.runtime.json_files import read_json_object
@@ -94,7 +94,7 @@ def check_scene(args: argparse.Namespace, folder: Path) -> SceneReport:
         _check_cameras(args, folder, [video.stem for video in videos], frames, report)
     if commands.is_dir():
         _check_cameras(args, commands, None, frames, report)
-    _check_captions(folder, videos, report)
+    _check_captions(args.root, folder, videos, report)
     for file in (folder / multicam.PRESETS_JSON, commands / multicam.PRESETS_JSON):
         if file.is_file():
             _read_object(file, file.relative_to(args.root).as_posix(), report)
@@ -181,23 +181,25 @@ def _motion(poses: torch.Tensor) -> tuple[float, float, float, float]:
     return tuple(round(part.item(), 6) for part in parts)
 
 
-def _check_captions(folder: Path, videos: Sequence[Path], report: SceneReport) -> None:
-    file = next((folder / part for part in multicam.CAPTION_FILES if (folder / part).is_file()), None)
+def _check_captions(root: Path, folder: Path, videos: Sequence[Path], report: SceneReport) -> None:
+    file = next(captions.tables(folder / "videos", root), None)
     if file is None:
         return
-    name = f"{report.name}/{file.relative_to(folder).as_posix()}"
+    name = file.relative_to(root).as_posix()
     report.captions = 0
     try:
-        captions = multicam.read_captions(file)
+        table = captions.read_captions(file)
     except ValueError as error:
         report.problems.append((name, str(error)))
         return
     for video in videos:
-        texts = captions.get(video.name, [])
+        texts = captions.captions_of(video, file, table)
         if len(texts) == 1 and texts[0].strip():
             report.captions += 1
         else:
-            report.problems.append((name, f"{len(texts)} rows for {video.name}, must be one, with text"))
+            report.problems.append(
+                (name, f"{len(texts)} rows for {video.relative_to(file.parent)}, must be one, with text")
+            )
 
 
 def _read_object(file: Path, name: str, report: SceneReport) -> dict[str, Any] | None:

@@ -55,6 +55,7 @@ from tqdm import tqdm
 from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.data.dataset import ConditionDataset
 from flow_grpo.data.multicam import LENS_FOLDER, fitted_intrinsics
+from flow_grpo.data.captions import caption_of
 from flow_grpo.data.prompts import ENDINGS, PromptDataset, read_prompts
 from flow_grpo.data.trajectories import VIDEO_FPS, UserVideos, find_videos, read_source_path
 from flow_grpo.data.video_io import video_size
@@ -211,12 +212,7 @@ def plan(args: argparse.Namespace) -> tuple[ConditionDataset, list[VideoRequest]
 
 
 def plan_prompts(args: argparse.Namespace) -> tuple[ConditionDataset, list[VideoRequest]]:
-    # A word that looks like a file's name is one: a video of its letters would not be noticed for what it is.
-    names = [
-        text for text in args.prompts if text.lower().endswith(ENDINGS) or re.fullmatch(r"\S*\.[A-Za-z]\w{1,5}", text)
-    ]
-    files = {text: Path(text) for text in names}
-    prompts = [prompt for text in args.prompts for prompt in (read_prompts(files[text]) if text in files else [text])]
+    prompts = [prompt for text in args.prompts for prompt in (read_prompts(Path(text)) if names_file(text) else [text])]
     dataset = PromptDataset(prompts, (args.frames, args.height, args.width), "--prompts")
     numbers = range(args.first_number, args.first_number + len(prompts))
     return dataset, [
@@ -241,7 +237,8 @@ def plan_films(args: argparse.Namespace) -> tuple[ConditionDataset, list[VideoRe
             if (count := video_size(source)[0]) < size[0]:
                 got = f"got {count} of {size[0]} frames"
                 raise ValueError(f"--source {source} is too short, {got}; pass fewer --frames")
-        dataset = UserVideos(sources, args.camera, size, prompt=args.prompt)
+        prompts = [args.prompt or caption_of(source, caption_root(source)) or args.default_prompt for source in sources]
+        dataset = UserVideos(sources, args.camera, size, prompts=prompts)
     for warning in caught:
         print("warning:", " ".join(str(warning.message).split()), file=sys.stderr, flush=True)
     requests = []
@@ -251,6 +248,11 @@ def plan_films(args: argparse.Namespace) -> tuple[ConditionDataset, list[VideoRe
         folder, name = args.out or source.parent, f"{source.stem}_{label}"
         requests.append(VideoRequest(index, args.first_number + index, source, camera, folder, name))
     return dataset, requests
+
+
+def caption_root(source: Path) -> Path:
+    """Return the highest folder whose metadata.csv may hold a source's caption: its own, or that of its `videos/`."""
+    return source.parent.parent if source.parent.name == "videos" else source.parent
 
 
 def source_cameras(args: argparse.Namespace, requests: Sequence[VideoRequest]) -> dict[VideoRequest, dict[str, Any]]:

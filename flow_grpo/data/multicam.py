@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.data.camera_files import BAD_JSON, camera_names, read_cameras
+from flow_grpo.data.captions import caption_of, tables
 from flow_grpo.data.dataset import ConditionDataset, VideoDataset, file_id
 from flow_grpo.data.dynamic_batch import video_tokens
 from flow_grpo.data.exclude import Verdicts
@@ -31,7 +32,7 @@ from flow_grpo.data.video_io import Size, VideoCache, fitted_size, nearest_bucke
 from flow_grpo.maths.keys import key
 from flow_grpo.maths.poses import relative
 from flow_grpo.records import Condition
-from flow_grpo.runtime.json_files import read_json_object, read_table
+from flow_grpo.runtime.json_files import read_json_object
 
 SENSOR_MM = 23.76  # side of MultiCamVideo's square sensor; it spans the width of the original video
 LENS_FOLDER = re.compile(r"f(\d+(?:\.\d+)?)_aperture\d+(?:\.\d+)?")
@@ -39,7 +40,6 @@ PUBLIC_NAME = re.compile(r"cam\d+")  # of a camera in MultiCamVideo
 CAMERAS_JSON = Path("cameras", "camera_extrinsics.json")
 COMMANDS = "commands"  # folder in a scene
 PRESETS_JSON = Path("cameras", "presets.json")
-CAPTION_FILES = (Path("videos", "metadata.csv"), Path("metadata.csv"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ class MultiCamDataset(VideoDataset):
             root: dataset folder.
             split: folder below the root, such as "train".
             size: (T, height, width) in pixels: the first T frames, resized and centre-cropped.
-            prompt: caption of scenes without metadata.csv.
+            prompt: caption of videos without one, see captions.py.
             reference: camera whose first frame is the origin of all poses: "source" (training) or "target" (presets).
             buckets: sizes to use instead of `size`; each scene takes the `nearest_bucket` of its first video.
             choose: returns those of the split's scenes to list; by default all.
@@ -177,20 +177,12 @@ class MultiCamDataset(VideoDataset):
         return self._video(scene, self._source_camera(scene, target))[0]
 
     def prompt_of(self, index: int) -> str:
-        """Caption of the target camera, a command's of its source; the default prompt without metadata.csv."""
+        """Caption of the target camera, a command's of its source; the default prompt where no file has any."""
         scene, camera = self._items[index]
         if camera in scene.commands:
             camera = self._source_camera(scene, camera)
-        files = [scene.folder / part for part in CAPTION_FILES if (scene.folder / part).is_file()]
-        if not files:
-            return self.prompt
-        captions = read_captions(files[0]).get(f"{camera}.mp4", [])
-        if len(captions) != 1 or not captions[0].strip():
-            raise ValueError(
-                f"caption file {files[0]} has {len(captions)} rows for {camera}.mp4, must have one with a text; "
-                "complete the file or remove it"
-            )
-        return captions[0]
+        found = caption_of(scene.video(camera), self.root)
+        return self.prompt if found is None else found
 
     def cameras(self) -> list[str]:
         """Every item's kind of camera, as `Condition.camera`, without reading a video."""
@@ -246,9 +238,11 @@ def contents_of(scenes: Sequence[Scene]) -> str:
         places = {scene.folder: scene.cameras} | ({scene.folder / COMMANDS: scene.commands} if scene.commands else {})
         for place, cameras in places.items():
             videos = [Path("videos", f"{camera}.mp4") for camera in cameras]
-            for file in (place / part for part in (*videos, CAMERAS_JSON, PRESETS_JSON, *CAPTION_FILES)):
+            root = scene.folder.parents[scene.name.count("/")]
+            captions = tables(place / "videos", root)
+            for file in (*(place / part for part in (*videos, CAMERAS_JSON, PRESETS_JSON)), *captions):
                 if file.is_file():
-                    sizes[f"{scene.name}/{file.relative_to(scene.folder).as_posix()}"] = file.stat().st_size
+                    sizes[file.relative_to(root).as_posix()] = file.stat().st_size
     return _hash_lines([f"{name}\t{size}" for name, size in sorted(sizes.items())])
 
 
@@ -382,15 +376,3 @@ def _read_presets(place: Path) -> dict[str, str]:
         if not isinstance(name, str) or not name.strip():
             raise ValueError(f"presets {file}: {camera} is {name!r:.60}, must be a name; export it again")
     return presets
-
-
-def read_captions(file: Path) -> dict[str, list[str]]:
-    """Read video file name -> its captions in a `metadata.csv`: one, unless the table is wrong.
-
-    Raises:
-        ValueError: the file is no such table, see `read_table`.
-    """
-    captions: dict[str, list[str]] = {}
-    for row in read_table(file, ["file_name", "text"], "repair it or remove the scene"):
-        captions.setdefault(Path(row["file_name"]).name, []).append(row["text"])
-    return captions

@@ -258,14 +258,16 @@ class UserVideos(ConditionDataset):
     intrinsics are None. A condition's scene is the path of its video.
     """
 
-    def __init__(self, videos: Sequence[Path], trajectories: Sequence[Trajectory], size: Size, *, prompt: str) -> None:
+    def __init__(
+        self, videos: Sequence[Path], trajectories: Sequence[Trajectory], size: Size, *, prompts: Sequence[str]
+    ) -> None:
         """Read all trajectories; videos are read on demand.
 
         Args:
             videos: files.
             trajectories: camera paths, each applied to every video.
             size: (T, height, width): the first T frames, 4n + 1 for Wan; in pixels.
-            prompt: caption of all videos.
+            prompts: caption of each video.
 
         Raises:
             ValueError: no or duplicate names, or a refused trajectory.
@@ -275,7 +277,7 @@ class UserVideos(ConditionDataset):
         for what, names in (("videos", self.videos), ("trajectories", self._labels)):
             if not names or len(set(names)) < len(names):
                 raise ValueError(f"user videos: {what} are {[*map(str, names)]}, must be at least one and none twice")
-        self._prompt, self._size = prompt, size
+        self._prompts, self._size = tuple(prompts), size
         self._paths = [camera_path(trajectory, size[0]) for trajectory in self.trajectories]
         self._cache = VideoCache()
 
@@ -290,7 +292,7 @@ class UserVideos(ConditionDataset):
             index=index,
             gid=gid,
             slot=slot,
-            prompt=self._prompt,
+            prompt=self.prompt_of(index),
             source_video=self._cache.read(video, *self._size)[0].float() / 255,
             target_poses=self._paths[which].clone(),
             scene=video.as_posix(),
@@ -300,14 +302,16 @@ class UserVideos(ConditionDataset):
             source_id=file_id(video),
         )
 
-    def prompt_of(self, index: int) -> str:  # noqa: ARG002
+    def prompt_of(self, index: int) -> str:
         """Prompt of the item."""
-        return self._prompt
+        return self._prompts[index // len(self.trajectories)]
 
 
 def find_videos(folder: Path) -> list[Path]:
-    """List the videos of a folder in order of name; ValueError if there is no such folder or no video in it."""
-    found = sorted(file for file in folder.glob("[!.]*") if file.suffix.lower() in VIDEO_ENDINGS)
+    """List the videos of a folder, or of `videos/` in it, in order of name; ValueError if there is no video in it."""
+    places = (folder, folder / "videos")
+    listed = [[f for f in place.glob("[!.]*") if f.suffix.lower() in VIDEO_ENDINGS] for place in places]
+    found = sorted(listed[0] or listed[1])
     if not found:
         raise ValueError(f"{folder} is no folder with videos, must hold files ending in {', '.join(VIDEO_ENDINGS)}")
     return found

@@ -287,6 +287,20 @@ def test_caption_files_may_name_the_folder_and_start_with_a_byte_order_mark(root
     assert second_camera(root).prompt == "it is cam02"
 
 
+@pytest.mark.parametrize("above", ["", "val/"])
+def test_one_caption_file_at_the_data_s_root_names_videos_by_their_paths(root, above):
+    """ReCamMaster trains from one, with paths below train/; a scene's own comes first."""
+    rows = "".join(f"{above}10basic_trajectories/videos/{camera}.mp4,above {camera}\n" for camera in PATHS)
+    before = open_split(root, "val").contents()
+    (root / "metadata.csv").write_text(f"file_name,text\nelsewhere/videos/cam02.mp4,another\n{rows}")
+    assert second_camera(root).prompt == "above cam02" and open_split(root, "val").contents() != before
+    (root / "metadata.csv").write_text("file_name,text\nelsewhere/videos/cam02.mp4,another\n")
+    assert "metadata.csv has 0 rows for cam02.mp4" in refusal(lambda: second_camera(root))
+    own = "".join(f"{camera}.mp4,own {camera}\n" for camera in PATHS)
+    (root / "val/10basic_trajectories/metadata.csv").write_text(f"file_name,text\n{own}")
+    assert second_camera(root).prompt == "own cam02"
+
+
 def test_every_scene_comes_in_the_bucket_nearest_to_its_videos(tmp_path):
     for name, (height, width) in {"scene1": (16, 24), "scene2": (24, 16)}.items():
         folder = tmp_path / "train" / "f24_aperture5" / name

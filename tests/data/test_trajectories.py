@@ -258,7 +258,7 @@ def open_folder(folder, **changes) -> UserVideos:
         "videos": find_videos(folder),
         "trajectories": ["pan_left", folder / "arc.json"],
         "size": (5, 16, 16),
-        "prompt": "a",
+        "prompts": ["a", "b"],
     }
     return UserVideos(**{**values, **changes})
 
@@ -271,8 +271,8 @@ def test_every_video_goes_along_every_trajectory(folder):
     assert [(c.index, c.scene, c.target_camera, c.preset, c.prompt) for c in conditions] == [
         (0, dog, "pan_left", "pan_left", "a"),
         (1, dog, "arc", None, "a"),
-        (2, walk, "pan_left", "pan_left", "a"),
-        (3, walk, "arc", None, "a"),
+        (2, walk, "pan_left", "pan_left", "b"),
+        (3, walk, "arc", None, "b"),
     ]
     for condition in conditions:
         number = int("dog" in condition.scene)

@@ -95,7 +95,7 @@ def test_every_damage_is_reported_once_under_its_file_and_printed(root, capsys):
         f"{OTHER}/{CAMERAS}": "frame2, cam05 has a rotation part that is off orthonormal by 3",
         f"{OTHER}/videos/cam02.mp4": "16x16 pixels, must be 24x32",
         f"{OTHER}/videos/cam04.mp4": "4 frames, must be 5",
-        f"{VAL}/metadata.csv": "0 rows for cam07.mp4, must be one, with text",
+        f"{VAL}/metadata.csv": "0 rows for videos/cam07.mp4, must be one, with text",
     }
     assert set(found) == set(said)
     assert all(len(texts) == 1 and said[file] in texts[0] for file, texts in found.items()), found
@@ -230,8 +230,8 @@ def test_captions_without_text_or_given_twice_an_unquoted_comma_and_an_open_quot
     lines = good.splitlines()
     file.write_text("\n".join([*lines[:1], "cam01.mp4,", *lines[2:], lines[2]]))
     assert problems(root)[f"{SCENE}/metadata.csv"] == [
-        "1 rows for cam01.mp4, must be one, with text",
-        "2 rows for cam02.mp4, must be one, with text",
+        "1 rows for videos/cam01.mp4, must be one, with text",
+        "2 rows for videos/cam02.mp4, must be one, with text",
     ]
     file.write_text(good.replace("cam01.mp4,", "cam01.mp4,seen from above, "))
     (text,) = problems(root)[f"{SCENE}/metadata.csv"]

@@ -423,3 +423,15 @@ def test_evaluate_reads_the_folder_as_it_is_with_before_beside_after(source, tmp
 )
 def test_a_word_that_looks_like_a_file_s_name_is_not_filmed_as_a_prompt(word, named):
     assert generate.names_file(word) == named
+
+
+def test_sources_are_captioned_by_the_table_of_their_folder_unless_a_prompt_is_given(tmp_path):
+    (tmp_path / "films/videos").mkdir(parents=True)
+    for name in ("1", "2"):
+        write_video(tmp_path / "films/videos" / f"{name}.mp4", torch.rand(3, 5, 32, 32))
+    (tmp_path / "films/metadata.csv").write_text("file_name,text\n1.mp4,a dark wall\n2.mp4,a pale wall\n")
+    words = ["--model", "M", "--source", str(tmp_path / "films"), "--camera", "pan_left", "--frames", "5"]
+    for more, prompts in (([], ["a dark wall", "a pale wall"]), (["--prompt", "a wall"], ["a wall", "a wall"])):
+        args = generate.parse([*words, *more], "")
+        dataset, requests = generate.plan_films(args)
+        assert [dataset.prompt_of(index) for index in range(2)] == prompts and len(requests) == 2

@@ -63,7 +63,7 @@ def of_run(folder: Path) -> dict[str, Any]:
         "kind": config.model.kind,
         "model": Path(config.model.path),
         "adapter": folder / "adapter",
-        "prompt": config.data.prompt,
+        "default_prompt": config.data.prompt,
         "negative_prompt": guidance.negative_prompt,
         "guidance": guidance.scale,
         "max_prompt_tokens": config.model.max_prompt_tokens,
@@ -97,7 +97,11 @@ def _parser(doc: str | None) -> Parser:
     add("--adapter", type=Path, help="adapter folder of a run: LoRA files, or a whole transformer")
     before_help = "make every video without the adapter, too; on with --run"
     add("--before", action=BooleanOptionalAction, default=False, help=before_help)
-    add("--prompt", default=defaults.data.prompt, help="what the source shows, in a sentence or two")
+    prompt_help = (
+        "what the sources show, in a sentence or two; default: each one's text in a metadata.csv (file_name,text)"
+    )
+    add("--prompt", help=f"{prompt_help} beside it or its folder videos/, else the recipe's data.prompt")
+    parser.set_defaults(default_prompt=defaults.data.prompt)
     add("--negative-prompt", default=WAN_NEGATIVE_PROMPT, help="unused without guidance")
     add("--max-prompt-tokens", type=int, default=defaults.model.max_prompt_tokens, help="as in training")
     add("--out", type=Path, help="output folder; default: next to each source, with --run its folder generated/")
