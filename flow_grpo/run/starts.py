@@ -143,9 +143,11 @@ def record(
         "config": to_dict(config),
     }
     before: dict[str, str] = {}
-    for file in _start_files(run_folder):
+    files = _start_files(run_folder)
+    for file in files:
         before = read_json_object(file, "remove it").get("served", {}) | before
-    write_atomically(folder / f"{len(_start_files(run_folder)) + 1:03d}.json", json.dumps(start, indent=1))
+    number = int(files[-1].stem) + 1 if files else 1  # not their count: a damaged one may have been removed
+    write_atomically(folder / f"{number:03d}.json", json.dumps(start, indent=1))
     return [
         f"warning: reward {name} is now computed by {now}, as the run began by {before[name]}: its values may differ"
         for name, now in served.items()
@@ -241,7 +243,8 @@ def _run_of(checkpoint: str, own: Path) -> Path:
 
 
 def _start_files(run_folder: Path) -> list[Path]:
-    return sorted((run_folder / STARTS).glob("[0-9]*.json"))
+    files = (file for file in (run_folder / STARTS).glob("*.json") if file.stem.isdecimal())
+    return sorted(files, key=lambda file: int(file.stem))
 
 
 def _recipe_alone(spec: str, config: Config) -> Config:

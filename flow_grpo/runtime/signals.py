@@ -1,4 +1,7 @@
-"""SIGTERM and SIGINT ask for a stop: the run saves and exits after the current epoch; a second signal kills it."""
+"""A signal asks for a stop: the run saves and exits after the current epoch; a second one kills it.
+
+SIGTERM, SIGINT, and SIGUSR1, by which schedulers warn.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import time
 from types import FrameType
 from typing import Any
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 REPEAT_S = 5.0  # a second signal within this time is a duplicate: batch systems and torchrun both send one
 
 

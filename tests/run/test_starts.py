@@ -184,6 +184,16 @@ def test_every_start_is_on_record(tmp_path):
     assert first["command"] and first["recipe"] == TOY and first["commit"] == starts.commit() != ""
 
 
+def test_a_start_takes_the_place_of_no_other_where_a_damaged_record_was_removed(tmp_path):
+    run = started(tmp_path, "seed=7")
+    for epoch in (10, 20):
+        starts.record(run, load_config(TOY), TOY, None, epoch=epoch, ranks=1, device="cpu", served={})
+    (run / "starts/001.json").unlink()
+    starts.record(run, load_config(TOY), TOY, None, epoch=30, ranks=1, device="cpu", served={})
+    found = {file.name: json.loads(file.read_text())["epoch"] for file in (run / "starts").iterdir()}
+    assert found == {"002.json": 10, "003.json": 20, "004.json": 30}
+
+
 def test_a_start_says_which_reward_another_model_computes_now(tmp_path):
     def record(**served: str) -> list[str]:
         start = {"checkpoint": None, "epoch": 0, "ranks": 1, "device": "cpu", "served": served}

@@ -10,7 +10,7 @@ import pytest
 from flow_grpo.runtime.signals import EndRequest
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_the_first_signal_is_recorded_and_the_handlers_are_restored(number, capfd):
     before = signal.getsignal(number)
     with EndRequest() as end:
