@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from flow_grpo.models import adapters
 from flow_grpo.models.files import adapter_files
+from flow_grpo.models.files.model_files import read_tensors
 from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.networks.transformers import load_transformer
 from flow_grpo.runtime import device as device_api
@@ -117,6 +118,19 @@ def test_an_adapter_of_another_model_or_with_a_missing_or_damaged_file_is_refuse
         adapter_files.load_adapter(tiny_transformer(), folder)
     file.unlink()
     with pytest.raises(ValueError, match=r"lacks camera_modules.safetensors with 4 tensors; copy the whole folder"):
+        adapter_files.load_adapter(tiny_transformer(), folder)
+
+
+def test_an_adapter_that_would_change_nothing_or_by_an_unknown_scale_is_refused(tmp_path):
+    folder = saved(trained_model(), tmp_path / "adapter")
+    file = folder / adapter_files.LORA_FILE
+    tensors, header = read_tensors(file)
+    save_file(tensors, file, {"format": "pt"} | {adapter_files.CAMERA_COUNT: header[adapter_files.CAMERA_COUNT]})
+    with pytest.raises(ValueError, match=r"adapter .*adapter lacks lora_alpha, which scales it, in"):
+        adapter_files.load_adapter(tiny_transformer(), folder)
+    (folder / adapter_files.CAMERA_FILE).unlink()
+    save_file({}, file, header | {adapter_files.CAMERA_COUNT: "0"})
+    with pytest.raises(ValueError, match="holds no tensor, it would change nothing; save or copy it again"):
         adapter_files.load_adapter(tiny_transformer(), folder)
 
 

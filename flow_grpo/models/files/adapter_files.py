@@ -220,9 +220,13 @@ def load_adapter(
         stored |= read_tensors(camera_file)[0]
     elif (count := header.get(CAMERA_COUNT, "0")) != "0":
         raise ValueError(f"adapter {folder} lacks {CAMERA_FILE} with {count} tensors; copy the whole folder")
+    if not stored:
+        raise ValueError(f"adapter {folder} holds no tensor, it would change nothing; save or copy it again")
+    metadata = json.loads(header.get(LORA_ADAPTER_METADATA_KEY, "{}"))
+    if "lora_alpha" not in metadata:
+        raise ValueError(f"adapter {folder} lacks lora_alpha, which scales it, in {LORA_FILE}'s header; save it again")
     fitting = [name for name, tensor in stored.items() if _fits(transformer, name, tensor)]
     if len(fitting) == len(stored):
-        metadata = json.loads(header[LORA_ADAPTER_METADATA_KEY]) if LORA_ADAPTER_METADATA_KEY in header else None
         # With its default prefix, diffusers would load nothing.
         transformer.load_lora_adapter(dict(stored), prefix=None, metadata=metadata)
         fitting = [n for n, _ in transformer.named_parameters() if ".lora_" in n or ".modules_to_save." in n]
