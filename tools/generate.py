@@ -359,10 +359,12 @@ def describe(
     if request.source is None:
         own["prompts"] = condition.prompt
     else:
+        own["prompt"] = condition.prompt
         own["source"] = request.source.resolve()
         own["camera"] = request.camera if condition.preset else Path(request.camera).resolve()
         own["focal_px"] = args.focal_px or lens_px(request.source, condition.size)
-    settings = {name: value for name, value in (vars(args) | own).items() if name not in ("overwrite", "run")}
+    others = ("overwrite", "run", "default_prompt")
+    settings = {name: value for name, value in (vars(args) | own).items() if name not in others}
     return {
         "tool": TOOL,
         **{name: str(value) if isinstance(value, Path) else value for name, value in settings.items()},

@@ -70,10 +70,10 @@ def test_a_file_that_breaks_within_a_run_ends_it_in_one_line_and_it_goes_on_when
 
 
 def uncached(self, path, num_frames, height, width):
-    from flow_grpo.data.video_io import fit_video, read_video
+    from flow_grpo.data.video_io import fit_video, frame_rate, read_video
 
     original = read_video(path, num_frames)
-    return fit_video(original, height, width), (original.shape[-2], original.shape[-1])
+    return fit_video(original, height, width), (original.shape[-2], original.shape[-1]), frame_rate(path)
 
 
 def test_what_a_loader_s_worker_says_stays_one_line():
