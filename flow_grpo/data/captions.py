@@ -7,15 +7,16 @@ folders: ReCamMaster trains from one at the data's root with paths below `train/
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from flow_grpo.runtime.json_files import read_table
+from flow_grpo.runtime.lru import LruCache
 
 TABLE = "metadata.csv"
 Captions = Mapping[str, list[str]]
+_TABLES: LruCache[tuple[object, ...], Captions] = LruCache(16)  # one may have a row for 136,000 videos
 
 
 def caption_of(video: Path, root: Path) -> str | None:
@@ -51,8 +52,15 @@ def read_captions(file: Path) -> Captions:
     Raises:
         ValueError: the file is no such table, see `read_table`.
     """
-    state = file.stat()
-    return _read(file, state.st_size, state.st_mtime_ns)
+    found = file.stat()
+
+    def read() -> Captions:
+        captions: dict[str, list[str]] = {}
+        for row in read_table(file, ["file_name", "text"], "repair it or remove the scene"):
+            captions.setdefault(os.path.normpath(row["file_name"]).replace(os.sep, "/"), []).append(row["text"])
+        return captions
+
+    return _TABLES.get_or_make((file, found.st_size, found.st_mtime_ns), read)
 
 
 def captions_of(video: Path, file: Path, captions: Captions) -> list[str]:
@@ -64,11 +72,3 @@ def captions_of(video: Path, file: Path, captions: Captions) -> list[str]:
     if len(parts) <= 2:
         return [text for name, texts in captions.items() if Path(name).name == video.name for text in texts]
     return [text for names in (parts, parts[1:]) for text in captions.get("/".join(names), [])]
-
-
-@functools.lru_cache(maxsize=16)  # one may have a row for each of 136,000 videos
-def _read(file: Path, size: int, time: int) -> Captions:  # noqa: ARG001 - a file that has changed is read again
-    captions: dict[str, list[str]] = {}
-    for row in read_table(file, ["file_name", "text"], "repair it or remove the scene"):
-        captions.setdefault(os.path.normpath(row["file_name"]).replace(os.sep, "/"), []).append(row["text"])
-    return captions

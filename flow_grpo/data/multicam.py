@@ -239,10 +239,9 @@ def contents_of(scenes: Sequence[Scene]) -> str:
         for place, cameras in places.items():
             videos = [Path("videos", f"{camera}.mp4") for camera in cameras]
             root = scene.folder.parents[scene.name.count("/")]
-            captions = tables(place / "videos", root)
-            for file in (*(place / part for part in (*videos, CAMERAS_JSON, PRESETS_JSON)), *captions):
-                if file.is_file():
-                    sizes[file.relative_to(root).as_posix()] = file.stat().st_size
+            files = filter(Path.is_file, (place / part for part in (*videos, CAMERAS_JSON, PRESETS_JSON)))
+            for file in (*files, *tables(place / "videos", root)):
+                sizes[file.relative_to(root).as_posix()] = file.stat().st_size
     return _hash_lines([f"{name}\t{size}" for name, size in sorted(sizes.items())])
 
 

@@ -80,7 +80,7 @@ def video_size(path: str | Path) -> Size:
         first = next(container.decode(stream), None)
         if first is None:
             raise ValueError(f"video {path} holds no frame; fetch or encode it again")
-        size = as_shown(path, first).shape
+        size = (first.height, first.width) if orientation(path, first)[0] else (first.width, first.height)
         # A cut without encoding leaves frames in the file that are not shown, which the header counts.
         lasts = float((stream.duration or 0) * (stream.time_base or 0) * (stream.average_rate or 0))
         if stream.frames and abs(lasts - stream.frames) <= 1:
@@ -213,7 +213,14 @@ def opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
 
 
 def as_shown(path: str | Path, frame: av.VideoFrame) -> np.ndarray:
-    """Return a frame (h, w, 3), uint8, as players show it: turned and mirrored by its display matrix.
+    """Return a frame (h, w, 3), uint8, as players show it; ValueError as `orientation`."""
+    upright, down, right = orientation(path, frame)
+    pixels = frame.to_ndarray(format="rgb24", interpolation=EXACT_COLOURS, threads=THREADS)
+    return np.ascontiguousarray((pixels if upright else pixels.swapaxes(0, 1))[::down, ::right])
+
+
+def orientation(path: str | Path, frame: av.VideoFrame) -> tuple[bool, int, int]:
+    """Return how a frame's display matrix turns and mirrors it: rows stay rows, then the steps along rows and columns.
 
     A phone that is held upright writes the matrix instead of turning pictures (ISO/IEC 14496-12, 8.5.3).
 
@@ -226,10 +233,9 @@ def as_shown(path: str | Path, frame: av.VideoFrame) -> np.ndarray:
             "convert it: ffmpeg -i IN -vf zscale=t=linear:npl=203,tonemap=hable,zscale=p=bt709:t=bt709:m=bt709:r=tv,"
             "format=yuv420p OUT.mp4"
         )
-    pixels = frame.to_ndarray(format="rgb24", interpolation=EXACT_COLOURS, threads=THREADS)
     data: Any = frame.side_data.get("DISPLAYMATRIX")
     if data is None:
-        return pixels
+        return True, 1, 1
     # A place (p, q), to the right and down, is shown at (a p + c q, b p + d q); 65536 is 1.
     a, b, _, c, d = (number / 65536 for number in struct.unpack("=5i", bytes(data)[:20]))
     if (abs(a), abs(b), abs(c), abs(d)) not in {(1, 0, 0, 1), (0, 1, 1, 0)}:
@@ -237,8 +243,7 @@ def as_shown(path: str | Path, frame: av.VideoFrame) -> np.ndarray:
             f"video {path} is shown turned by {frame.rotation} degrees, which is not read; encode it again as it is to "
             "be seen"
         )
-    right, down = (a, d) if a else (c, b)
-    return np.ascontiguousarray((pixels if a else pixels.swapaxes(0, 1))[:: int(down), :: int(right)])
+    return (True, int(d), int(a)) if a else (False, int(b), int(c))
 
 
 def _check_size(path: Path, number: int, size: tuple[int, ...], before: tuple[int, ...]) -> None:
