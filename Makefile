@@ -12,6 +12,8 @@ ARGS ?=
 # Two processes on two cores: more threads than that only get in each other's way.
 export OMP_NUM_THREADS ?= 1
 
+CPU_BUILD ?= $(shell command -v nvidia-smi > /dev/null || echo --extra-index-url https://download.pytorch.org/whl/cpu)
+
 CHECK_PYTHON := import sys; sys.version_info >= (3, 10) or sys.exit("flow_grpo needs Python 3.10 or newer, this is " + sys.version.split()[0] + "; pass PYTHON=/path/to/python3")
 
 REF ?= HEAD
@@ -21,11 +23,12 @@ REF ?= HEAD
 setup: $(READY)
 
 # The stamp is newer than both lists when the environment is complete; an interrupted set-up is taken up again.
-# torch comes first and alone: its exact pin decides the build before anything else can ask for another.
+# torch comes first and alone: its exact pin decides the build before anything else can ask for another. The package
+# index's own is the CUDA build, gigabytes that a machine without nvidia-smi has no use for.
 $(READY): requirements.txt requirements-dev.txt requirements-server.txt
 	@$(PYTHON) -c '$(CHECK_PYTHON)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install "$$(grep '^torch==' requirements.txt)"
+	$(BIN)/python -m pip install $(CPU_BUILD) "$$(grep '^torch==' requirements.txt)"
 	$(BIN)/python -m pip install -r requirements.txt -r requirements-dev.txt
 	$(BIN)/python -m pip install --no-deps --no-build-isolation --editable .
 	@touch $@

@@ -28,7 +28,7 @@ from flow_grpo.preflight.doctor.examine import examine
 from flow_grpo.preflight.dry_run import show_plan
 from flow_grpo.run.assemble import assemble
 from flow_grpo.run.command_line import read_command_line
-from flow_grpo.run.starts import rewards_in_words
+from flow_grpo.run.starts import going_on, rewards_in_words
 from flow_grpo.runtime.clock import Ledger
 from flow_grpo.runtime.processes import launch
 from flow_grpo.runtime.ranks.start_up import refuse, set_up_rank
@@ -56,6 +56,8 @@ def main(argv: Sequence[str] | None = None, begun: float | None = None) -> int:
         try:
             trainer = assemble(config, spec, device, world, ledger)
             examine(trainer)
+            if world.heartbeat is not None:
+                world.heartbeat.way_on = f"; go on with {going_on(trainer.run_folder)}"
         except ValueError as error:
             return refuse(error, world)
         return trainer.run()

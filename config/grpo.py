@@ -27,11 +27,10 @@ def my_recam_8npu() -> ConfigDict:
     config.sample.train_batch_size = 2
     config.sample.k = 4
     config.sample.num_batches_per_epoch = 2
-    # The copies of a group are spread over 4 of the 8 devices.
-    config.sample.layout = "spread"
+    config.sample.layout = "spread"  # the copies of a group over 4 of the 8 devices
 
     # MultiCamVideo's own val is one scene, which shows no change. Two times 48 training scenes are set aside, to choose
-    # knobs on (--config.eval.split=tune) and to report on; a condition of each is 25 % of the run's forwards.
+    # knobs on (--config.eval.split=tune) and to report on; a condition of each is 22 % of the run's hours.
     config.data.tune_scenes = config.data.report_scenes = config.eval.num_conditions = 48
     config.eval.every = 80
 
@@ -50,6 +49,7 @@ def my_recam_8npu() -> ConfigDict:
     config.sample.max_step_std = 0.45
     config.sample.sde_steps = (0, 1, 2, 3, 4, 5)
     config.sample.sde_window = 1
+    config.sample.window_groups = 8  # as many as devices, so that none waits for another's later window
     config.sample.tail_steps = 5
     config.sample.same_initial_noise = True
     config.sample.share_prefix = True
@@ -98,7 +98,7 @@ def my_recam_8npu_fast() -> ConfigDict:
     config.sample.num_steps = 10
     config.sample.sde_steps = (0, 1, 2, 3)
     config.sample.tail_steps = 3
-    config.eval.every = 150  # 24 % of the run's forwards
+    config.eval.every = 150  # 19 % of the run's hours
     return config
 
 
@@ -125,7 +125,8 @@ def my_recam_1gpu() -> ConfigDict:
     config.sample.train_batch_size = 4
     config.sample.num_batches_per_epoch = 4
     config.sample.layout = "contiguous"
-    config.eval.num_conditions = 24  # 25 % of the run's forwards
+    config.sample.window_groups = 1
+    config.eval.num_conditions = 24  # 24 % of the run's hours
     return config
 
 
@@ -299,7 +300,10 @@ def tiny_recam_hacking() -> ConfigDict:
 
 
 def my_recam_8npu_tiny() -> ConfigDict:
-    """`my_recam_8npu` on the demo's model and data, on 8 processes or 2: every number but the sizes is the same."""
+    """`my_recam_8npu` on the demo's model and data, on 8 processes: every number but the sizes is the same.
+
+    On 2 an epoch has 8 samples, not 32: --config.sample.num_batches_per_epoch=8 makes up for the other six.
+    """
     config, full = tiny_recam(), my_recam_8npu()
     config.num_epochs = full.num_epochs
     config.sample = full.sample

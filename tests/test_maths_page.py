@@ -3,14 +3,17 @@
 import math
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
 from flow_grpo.maths.advantages import combine_rewards
 from flow_grpo.maths.loss import grpo_loss
 from flow_grpo.maths.schedule import flow_sigmas, step_weights
 from flow_grpo.maths.sde import coefficients
+from flow_grpo.settings.schema import KNOBS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "maths.md").read_text(encoding="utf-8")
 SIGMAS = flow_sigmas(10, 3.0)
@@ -23,8 +26,12 @@ def table(first: str) -> list[list[str]]:
 
 
 def test_the_schedule() -> None:
-    ((_, *levels),) = table("i |")
-    assert [float(level) for level in levels] == pytest.approx(SIGMAS.tolist(), abs=5e-5)
+    own, given = (FlowMatchEulerDiscreteScheduler(shift=3.0) for _ in range(2))
+    own.set_timesteps(10)
+    given.set_timesteps(sigmas=[1 - i / 10 for i in range(10)])
+    for (_, *levels), sigmas in zip(table("i |"), (SIGMAS, own.sigmas), strict=True):
+        assert [float(level) for level in levels] == pytest.approx(sigmas.tolist(), abs=5.1e-5)
+    assert given.sigmas.tolist() == pytest.approx(SIGMAS.tolist(), abs=1e-6)
 
 
 def test_the_steps() -> None:
@@ -43,6 +50,9 @@ def test_the_weights_of_steps() -> None:
     rows = table("`train.step_weight`")
     assert len(rows) == 3
     for name, *said in rows:
+        weight, _, guard = name.partition("`")
+        assert weight in get_args(KNOBS["train.step_weight"].kind)  # no weight that the knob refuses
+        name = "inverse_delta" if "train.guard" in guard else weight
         found = step_weights(name, SIGMAS, [1, 5, 8], kind="flow", noise_level=0.7)[[1, 5, 8]]
         assert [float(text) for text in said] == pytest.approx(found.tolist(), abs=6e-4)
 
@@ -66,3 +76,4 @@ def test_the_loss() -> None:
         (gradient,) = torch.autograd.grad(loss.per_sample.sum(), log_prob)
         assert float(policy) == pytest.approx(loss.per_sample.item(), abs=6e-5)
         assert flows.startswith("yes") == bool(gradient != 0)
+    assert f"a `beta` of {0.004 / (SIGMAS[5] - SIGMAS[6]):.3f} there" in PAGE

@@ -348,15 +348,16 @@ def test_the_transformer_is_called_as_often_as_the_recipe_says(run):
     assert share < recipe.eval.batch_size
     truncated = max(recipe.sample.sde_steps) + 2  # one step past the stochastic ones
     expected = {
-        # A batch's rollout, its replay in one call, and one micro-batch replayed without gradient.
-        "doctor sampled": E.B * truncated + E.B * E.K + E.micro,
+        # A batch's rollout, its rows together and two alone, its replay in one call, a micro-batch without gradient.
+        "doctor sampled": E.B * truncated + E.B + 2 + E.B * E.K + E.micro,
         "doctor trained": E.B * E.K,
         "update trained": E.local // E.k,
         "update sampled": E.micro,  # the probe that debug asks for; old log-probs are the rollout's
     }
     blocks = windows(recipe.sample.sde_steps, recipe.sample.sde_window)
     own = len(blocks[0]) + recipe.sample.tail_steps  # calls of a copy that shares none
-    shared = [window_of(gid, blocks, seed=recipe.seed)[0] + 1 for gid in range(E.W * E.local // E.k)]
+    together = recipe.sample.window_groups
+    shared = [window_of(gid // together, blocks, seed=recipe.seed)[0] + 1 for gid in range(E.W * E.local // E.k)]
     sampled = sum(rows_of(seen["calls"], "sample sampled") for seen in run.ranks)
     assert sampled == E.W * E.local * recipe.sample.tail_steps + sum(shared)
     measured = 0
@@ -365,7 +366,7 @@ def test_the_transformer_is_called_as_often_as_the_recipe_says(run):
         chosen = [window_of(gid, blocks, seed=key("signal", recipe.seed)) for gid in gids]
         signal = sum(E.k * (window[0] + own) for window in chosen)  # groups of the signal's measurement
         assert {kind: rows_of(seen["calls"], kind) for kind in expected} == expected
-        first = [window_of(gid, blocks, seed=recipe.seed) for gid in seen["gids"][rank * E.local :][: E.B]]
+        first = [window_of(gid // together, blocks, seed=recipe.seed) for gid in seen["gids"][rank * E.local :][: E.B]]
         assert rows_of(seen["calls"], "tail check sampled") == sum(recipe.sample.num_steps - 1 - w[-1] for w in first)
         evaluated = rows_of(seen["calls"], "evaluation sampled") - 2 * signal  # before and after
         assert evaluated in (2 * EVAL_STEPS * share, 2 * EVAL_STEPS * (share + 1))

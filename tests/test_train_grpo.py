@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -139,7 +140,7 @@ def test_a_run_leaves_summary_metrics_videos_checkpoints_and_an_adapter(places, 
     assert train_grpo.main(words(places, tmp_path, eval__every=1, eval__gold="room_pose", **shown)) == 0
     wall, run = time.perf_counter() - begun, tmp_path / "run"
     summary = json.loads((run / "summary.json").read_text())
-    assert set(summary) == {"verdict", "before", "after", "floor", "measured_on", "train_seconds"}
+    assert set(summary) == {"verdict", "before", "after", "floor", "measured_on", "train_seconds", "ended_by"}
     for name in ("eval/target_view_psnr_db", "eval/trans_err_m", "eval/rot_err_deg"):
         assert {name} <= set(summary["before"]) & set(summary["after"])
     groups = {name.partition("/")[0] for row in metrics_of(run) for name in row if "/" in name}
@@ -273,10 +274,16 @@ def test_a_crash_in_the_last_evaluation_does_not_lose_the_checkpoint_that_is_bei
     assert [path.name for path in checkpoint.published(tmp_path / "run" / "checkpoints")] == ["checkpoint_000001"]
 
 
-def test_a_run_out_of_minutes_saves_and_writes_its_summary_and_one_without_epochs_its_configuration(places, tmp_path):
+def test_a_run_out_of_minutes_saves_and_writes_its_summary_and_one_without_epochs_its_configuration(
+    places, tmp_path, capsys
+):
     assert train_grpo.main(words(places, tmp_path, num_epochs=50, max_minutes=1e-4)) == 0
     assert len(checkpoint.published(tmp_path / "run" / "checkpoints")) == 1
-    assert (tmp_path / "run" / "summary.json").is_file()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["ended_by"] == "max_minutes"
+    said = capsys.readouterr().out
+    assert "ended by max_minutes after epoch 1 of 50\n" in said
+    (further,) = [line for line in said.splitlines() if "train further:" in line]
+    assert "--config.max_minutes=0" in further and "num_epochs" not in further  # epochs are left
     assert train_grpo.main(words(places, tmp_path, num_epochs=0, run_name="none")) == 0
     assert json.loads((tmp_path / "none" / "config.json").read_text())["num_epochs"] == 0
 
@@ -410,6 +417,16 @@ def test_a_run_that_starts_from_another_s_checkpoint_saves_its_own(places, tmp_p
     assert f"resumes from {first}, saved after epoch 1 of 1: trained weights, optimizer," in said
 
 
+def test_a_run_does_not_go_on_with_another_codec(places, tmp_path, made, capsys):
+    root = as_after(1, made(), tmp_path)
+    other = Path(shutil.copytree(places["model.path"], tmp_path / "model"))
+    settings = json.loads((other / "vae" / "config.json").read_text())
+    settings["latents_std"] = [2 * value for value in settings["latents_std"]]
+    (other / "vae" / "config.json").write_text(json.dumps(settings))
+    assert train_grpo.main(words(places | {"model.path": str(other)}, root, resume="auto")) == 2
+    assert re.search(r"belongs to another run: vae is '\w+' there and '\w+' here;", capsys.readouterr().err)
+
+
 def test_a_run_goes_on_with_its_own_configuration_and_evaluation(places, tmp_path, capsys):
     assert train_grpo.main(words(places, tmp_path, num_epochs=1, train__learning_rate=2e-5)) == 0
     run = tmp_path / "run"
@@ -492,7 +509,20 @@ def test_torchrun_exits_with_one_line_without_the_data(tmp_path):
     assert done.returncode != 0
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert "dataset folder data/MultiCamVideo-Dataset does not exist; set data.root" in line
+    assert "AND model.path 'models/recammaster-wan2.1-1.3b' does not exist" in line  # what is missing is told at once
     assert "exitcode  : 2" in done.stderr
+
+
+def test_torchrun_says_why_a_knob_is_refused_also_where_rank_0_is_slow(tmp_path):
+    (tmp_path / "slow.py").write_text(
+        f"import os, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nimport train_grpo\n"
+        "time.sleep(2 * (os.environ['RANK'] == '0'))\nsys.exit(train_grpo.main())\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(tmp_path / "slow.py")]
+    command += ["--config", "config/grpo.py:tiny_recam", "--config.sample.k=0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert "config.sample.k: got 0" in line and f"traceback : {line.removeprefix('error: ')}" in done.stderr
 
 
 def test_work_is_counted_as_hooks_on_the_transformer_count_it_and_as_planned(places, tmp_path, monkeypatch):
@@ -526,10 +556,11 @@ def test_work_is_counted_as_hooks_on_the_transformer_count_it_and_as_planned(pla
     (row,) = [row for row in metrics_of(tmp_path / "run") if "system/forward_equivalents" in row]
     assert rows["backward"] == 2 * 4  # 4 groups, with and without prompt
     work = row["system/forward_equivalents"] + row["system/tail_forward_equivalents"]
-    assert work == rows["forward"] + 2 * rows["backward"]
     config, _ = read_command_line(words(places, tmp_path, **changes))
     planned = make_plan(config, 1, 1e12)
-    assert row["system/forward_equivalents_per_sample"] == planned.forward_equivalents_per_sample
-    operations = (rows["forward"] + 2 * rows["backward"]) * planned.forward_tflop / 2  # planned with and without prompt
+    assert 2 < planned.update_forwards < 3  # frozen weights have no gradient
+    assert work == pytest.approx(rows["forward"] + (planned.update_forwards - 1) * rows["backward"])
+    assert row["system/forward_equivalents_per_sample"] == pytest.approx(planned.forward_equivalents_per_sample)
+    operations = work * planned.forward_tflop / 2  # planned with and without prompt
     assert row["system/tflops_per_device"] * row["time/epoch_s"] == pytest.approx(operations)
     assert row["system/mfu"] == pytest.approx(row["system/tflops_per_device"] / 0.25)

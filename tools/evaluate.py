@@ -7,12 +7,12 @@ and compared video by video. A run's held-out conditions, generated with its ada
 
     python tools/evaluate.py --run outputs/first --out outputs/first/evaluation
 
-The same for a recipe and an adapter, or (while the run is training) a checkpoint, without "before":
+The same for one of its checkpoints (while the run is training), or for a recipe and an adapter, without "before":
 
+    python tools/evaluate.py --checkpoint outputs/first/checkpoints/checkpoint_000010 --out evaluation
     python tools/evaluate.py --config config/grpo.py:my_recam_1gpu --adapter outputs/first/adapter --out evaluation
-    python tools/evaluate.py --config ... --checkpoint outputs/first/checkpoints/checkpoint_000010 --out evaluation
 
-After --run and --config any knob can follow as --config.section.knob=value. Videos of any other origin:
+After --run, --checkpoint and --config any knob can follow as --config.section.knob=value. Videos of any other origin:
 
     python tools/evaluate.py --videos results --cameras camera_extrinsics.json --focal-px 630.3 --out evaluation
 
@@ -141,7 +141,7 @@ def tasks_of(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[list[E
     if args.videos:
         return find_tasks(args.videos, args.cameras, args.focal_px), []
     # Imported here: the estimating processes load this file too and need no model.
-    from flow_grpo.run.starts import LEAST_ROWS, configuration_of
+    from flow_grpo.run.starts import LEAST_ROWS, checkpoint_configuration, configuration_of
     from flow_grpo.settings.loading import load_config
     from tools.evaluation.videos import make_videos
     from tools.export_adapter import export
@@ -154,13 +154,15 @@ def tasks_of(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[list[E
                 "structure from motion: a run as small is judged by its own estimator (eval.gold), whose result is in "
                 "its summary.json; the last lines of its output have the command that measures it again"
             )
-        made = [make_videos(config, args.run / "adapter", args.out, args.focal_px)]
-        made += [make_videos(config, None, args.out / "before", args.focal_px)] if args.before else []
+        made = [make_videos(config, args.run / "adapter", args.out, args.focal_px, args.run)]
+        start = Path(config.model.adapter) if config.model.adapter else None
+        made += [make_videos(config, start, args.out / "before", args.focal_px, args.run)] if args.before else []
         after, *before = (find_tasks(*places, args.focal_px) for places in made)
         return after, before[0] if before and not args.baseline else []
-    config = load_config(args.config, overrides)
     if not args.checkpoint:
+        config = load_config(args.config, overrides)
         return find_tasks(*make_videos(config, args.adapter, args.out, args.focal_px), args.focal_px), []
+    config = checkpoint_configuration(args.checkpoint, overrides)
     with tempfile.TemporaryDirectory() as place:  # not in --out, which may still be rejected for holding other videos
         export(config, args.checkpoint, Path(place))
         return find_tasks(*make_videos(config, Path(place), args.out, args.focal_px), args.focal_px), []
@@ -176,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--focal-px", type=float, help="focal length in pixels of videos whose own is not known")
     add("--config", metavar="FILE:RECIPE", help="generate this recipe's held-out conditions")
     add("--adapter", type=Path, help="with --config: adapter folder of a run; default: the base model")
-    add("--checkpoint", type=Path, help="with --config: instead of --adapter")
+    add("--checkpoint", type=Path, help="of a run: generate its held-out conditions")
     add("--out", type=Path, help="output folder; an existing one is continued; default: FOLDER/evaluation")
     before_help = "leave out the videos before training, of FOLDER or --run; --baseline does so, too"
     add("--no-before", dest="before", action="store_false", help=before_help)
@@ -188,20 +190,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def check_options(args: argparse.Namespace, overrides: Sequence[str]) -> None:
-    ways = {"FOLDER": args.folder, "--run": args.run, "--config": args.config, "--videos": args.videos or args.cameras}
+    ways = {"FOLDER": args.folder, "--run": args.run, "--checkpoint": args.checkpoint, "--config": args.config}
+    ways["--videos"] = args.videos or args.cameras
     given = [way for way, value in ways.items() if value is not None]
     if len(given) != 1:
         got = " and ".join(given) or "none"
-        raise ValueError(f"got {got}, must be one of FOLDER, --run, --config, or --videos with --cameras; see --help")
+        raise ValueError(
+            f"got {got}, must be one of FOLDER, --run, --checkpoint, --config, or --videos with --cameras; see --help"
+        )
     if given == ["--videos"] and (args.videos is None or args.cameras is None):
         raise ValueError("--videos and --cameras are both needed; a folder of tools/generate.py goes without either")
     if args.out is None and args.folder is None:
         raise ValueError("--out FOLDER is needed, the folder of the results")
     args.out = args.out or args.folder / "evaluation"
-    if args.adapter and args.checkpoint:
-        raise ValueError("--adapter and --checkpoint both say what was trained, must be one of them")
-    if not args.config and (args.adapter or args.checkpoint or (overrides and not args.run)):
-        word = "--adapter" if args.adapter else "--checkpoint" if args.checkpoint else overrides[0]
+    if not args.config and (args.adapter or (overrides and not (args.run or args.checkpoint))):
+        word = "--adapter" if args.adapter else overrides[0]
         raise ValueError(f"{word} is no option without --config FILE:RECIPE; see --help")
     if args.focal_px is not None and not 0 < args.focal_px < math.inf:
         raise ValueError(f"--focal-px is {args.focal_px:g}, must be the focal length in pixels, above 0, such as 630.3")

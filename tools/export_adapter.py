@@ -1,11 +1,11 @@
 r"""Export the trained weights of a checkpoint as an adapter folder, like the one a finished run writes.
 
-    python tools/export_adapter.py --config config/grpo.py:my_recam_8npu \
-        --checkpoint outputs/first/checkpoints/checkpoint_000010 --out adapter_10
+    python tools/export_adapter.py --checkpoint outputs/first/checkpoints/checkpoint_000010 --out adapter_10
 
 The folder is for `tools/generate.py`, plain diffusers and other users of adapters; the run may still be training. If
-the run averages weights (EMA), the averages are exported. Give the recipe and the knobs of the run. Exit code: 0, or 2
-for unusable arguments.
+the run averages weights (EMA), the averages are exported. The model is that of the run, whose configuration is beside
+its checkpoints; a knob can follow as --config.section.knob=value, such as a model.path that has moved. Exit code: 0,
+or 2 for unusable arguments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any a
 import torch
 
 from flow_grpo.run.run_state import load_weights
-from flow_grpo.settings.loading import load_config
+from flow_grpo.run.starts import checkpoint_configuration
 from flow_grpo.settings.schema import Config
 from flow_grpo.models.files.adapter_files import save_adapter
 from flow_grpo.models.registry import build_policy
@@ -29,14 +29,14 @@ from tools.common import fail, make_parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__, recipe=True)
+    parser = make_parser(__doc__)
     parser.add_argument("--checkpoint", type=Path, required=True, help="folder of a checkpoint")
     parser.add_argument("--out", type=Path, required=True, help="adapter folder to write; must not exist")
     args, overrides = parser.parse_known_args(words)
     try:
         if args.out.exists():
             raise ValueError(f"--out {args.out} exists, must be a new folder")
-        config = load_config(args.config, overrides)
+        config = checkpoint_configuration(args.checkpoint, overrides)
         print(f"exporting {args.checkpoint}", flush=True)
         export(config, args.checkpoint, args.out)
     except (ValueError, OSError) as error:
@@ -48,7 +48,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def export(config: Config, checkpoint: Path, out: Path) -> None:
     """Write a checkpoint's weights as an adapter folder; ValueError for a missing model or an unusable checkpoint."""
     policy = build_policy(config, torch.device("cpu"))
-    load_weights(checkpoint, policy.module, config.model.trained)
+    load_weights(checkpoint, policy, config.model.trained)
     save_adapter(policy, out)
 
 

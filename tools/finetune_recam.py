@@ -212,7 +212,7 @@ def build(args: argparse.Namespace, config: Config, device: torch.device, world:
         batches = Batches(args, data, policy, world)
         spread = [n * len(measured) // args.eval_items for n in range(args.eval_items)]  # evenly over the scenes
         held_out = Batches(args, measured, policy, world, sorted(set(spread))) if spread else None
-    identity = common_identity(policy.module, config.model.trained, data, world)
+    identity = common_identity(policy, config.model.trained, data, world)
     world.data.check_equal("; ".join(each.plan.fingerprint() for each in (batches, held_out) if each), "batch plan")
     share_tokens(policy, context)
     policy.module = parallelize(policy.module, "ddp", device, world)

@@ -64,6 +64,8 @@ from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.encoders import codec
 from flow_grpo.models.registry import video_model
 from flow_grpo.models.files.adapter_files import adapted_policy
+from flow_grpo.models.files.lora_files import lora_file
+from flow_grpo.models.networks.transformers import load_transformer
 from flow_grpo.models.fake_policy import transformer_config
 from flow_grpo.models.wan_policy import WanPolicy, load_networks
 from flow_grpo.records import Condition
@@ -71,7 +73,7 @@ from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.ranks.sharding import on_every_call
 from flow_grpo.reporting.labelled_video import Panel, draw_labelled, rate
-from flow_grpo.run.starts import LEAST_ROWS
+from flow_grpo.run.starts import LEAST_ROWS, other_parts
 from flow_grpo.settings.sampling import ODE, Sampling
 from flow_grpo.runtime.video_file import levels, write_video
 from tools.common import fail
@@ -154,10 +156,10 @@ def steps_shown(versions: Versions, steps: int, text: str) -> Iterator[None]:
 
 def check_settings(args: argparse.Namespace) -> Tensor:
     """Return the (steps + 1,) sigmas; ValueError for unusable numbers or folders. Loads no model."""
-    if not math.isfinite(args.guidance) or args.max_prompt_tokens < 1:
+    if not 1 <= args.guidance < math.inf or args.max_prompt_tokens < 1:
         raise ValueError(
             f"--guidance is {args.guidance:g} and --max-prompt-tokens {args.max_prompt_tokens}, must be finite and at "
-            "least 1"
+            "least 1; at 1 there is no guidance"
         )
     if args.focal_px is not None and not 0 < args.focal_px < math.inf:
         raise ValueError(f"--focal-px is {args.focal_px:g}, must be the focal length in pixels, above 0, such as 630.3")
@@ -165,10 +167,10 @@ def check_settings(args: argparse.Namespace) -> Tensor:
         raise ValueError(f"--steps is {args.steps} and --shift {args.shift:g}, must be within 1..1000 and above 0")
     if args.out is not None and args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out {args.out} is a file, must be a folder")
-    if args.adapter is not None and not args.adapter.is_dir():
+    if args.adapter is not None and not args.adapter.is_dir() and not lora_file(args.adapter).is_file():
         raise ValueError(
-            f"--adapter {args.adapter} is no folder, must be the adapter folder of a run, such as outputs/RUN/adapter; "
-            "tools/export_adapter.py makes one of a checkpoint"
+            f"--adapter {args.adapter} is no folder, must be the adapter folder of a run, such as outputs/RUN/adapter, "
+            "or a .safetensors file; tools/export_adapter.py makes one of a checkpoint"
         )
     check_size(args)
     return flow_sigmas(args.steps, args.shift)
@@ -323,15 +325,22 @@ def load(args: argparse.Namespace) -> Versions:
     print(device_api.describe(device, args.device), flush=True)
     print(f"loading {args.model}", flush=True)
     tiles = "" if args.tiling in (None, "off") else args.tiling
-    networks = load_networks(
-        video_model(args.kind), args.model, DTYPES[args.dtype], device, offload=args.offload, tiles=tiles
-    )
+    kind, dtype = video_model(args.kind), DTYPES[args.dtype]
+    networks = load_networks(kind, args.model, dtype, device, offload=args.offload, tiles=tiles)
     making: dict[str, Any] = {"guidance_scale": args.guidance, "negative_prompt": args.negative_prompt}
     making |= {"max_prompt_tokens": args.max_prompt_tokens, "round_timestep": args.round_timestep}
-    making |= {"dtype": DTYPES[args.dtype], "device": device}
+    making |= {"dtype": dtype, "device": device}
+    if args.run and (text := other_parts(args.run, networks.identity)):
+        print(text, file=sys.stderr, flush=True)
     after = adapted_policy(networks, args.adapter, **making)
     if not args.before:
         return {AFTER: (after, contextlib.nullcontext)}
+    if args.start_adapter:  # before training another adapter was in place
+        start = dataclasses.replace(
+            networks, transformer=load_transformer(kind.network, args.model / "transformer", dtype)
+        )
+        before = adapted_policy(start, args.start_adapter, **making)
+        return {BEFORE: (before, contextlib.nullcontext), AFTER: (after, contextlib.nullcontext)}
     after.keep_reference(start=networks.transformer)
     return {BEFORE: (after, after.reference), AFTER: (after, contextlib.nullcontext)}
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from flow_grpo.reporting import video_index
-from flow_grpo.reporting.metric_files import Row, read_rows
+from flow_grpo.reporting.metric_files import MetricReader, Row
 from flow_grpo.runtime.json_files import read_json_object
 
 if TYPE_CHECKING:
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 # As in flow_grpo.run.starts and others, which load torch.
 METRICS, SUMMARY, CONFIG, STARTS, VIDEOS = "metrics.jsonl", "summary.json", "config.json", "starts", "videos"
 WAY_OUT = "restore the file, or give another run"
+LATEST = 4  # videos that are looked at of a live run, whose index grows long
 adapter = functools.cache(TypeAdapter)
+_followed = functools.lru_cache(maxsize=1)(MetricReader)  # goes on where the look before has ended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Start:
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     epoch: int = 0
     checkpoint: str = ""
+    go_on: str = ""  # the command that goes on with the run
+    ended_by: str = ""  # max_minutes, a signal, an error; "" while it runs, and where it was killed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Judgement:
 
     overall: str
     in_words: str
+    aspects: dict[str, str] = dataclasses.field(default_factory=dict)
     metrics: dict[str, str] = dataclasses.field(default_factory=dict)
     deciding: list[str] = dataclasses.field(default_factory=list)  # empty in runs of earlier versions
     worse_by_camera: list[str] = dataclasses.field(default_factory=list)
@@ -65,6 +70,7 @@ class Summary:
     change_by_camera: dict[str, dict[str, list[float]]] = dataclasses.field(default_factory=dict)
     measured_on: dict[str, Any] = dataclasses.field(default_factory=dict)
     train_seconds: float = math.nan
+    ended_by: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +88,8 @@ class IndexedVideo:
     file: str
     step: int
     kind: str = ""
+    condition: int | None = None
+    prompt: str = ""  # of a condition without a camera
     panels: list[video_index.Box] = dataclasses.field(default_factory=list)
     scene: str = ""
     camera: str = ""
@@ -100,6 +108,7 @@ class Run:
     plain: dict[str, Any]  # configuration that it trained with last
     starts: list[Start]  # in order
     rows: dict[int, Row]  # step -> metrics; a step is the number of finished epochs
+    columns: dict[str, dict[int, float]]  # metric, in the order in which they came -> its finite values by step
     summary: Summary | None  # None of a run that is still training or broke off
     videos: list[IndexedVideo]  # lines of videos/index.jsonl whose file is there
     without: list[str]  # sentences about videos that are missing or unreadable
@@ -120,25 +129,26 @@ class Run:
         return self.starts[-1]
 
     @functools.cached_property
-    def names(self) -> dict[str, None]:
-        """Names of all metrics, in the order in which they came."""
-        return {name: None for row in self.rows.values() for name in row}
-
-    @functools.cached_property
     def epochs(self) -> dict[int, Row]:
-        return {step: row for step, row in self.rows.items() if "time/epoch_s" in row}
+        return {step: self.rows[step] for step in self.columns.get("time/epoch_s", ())}
 
     @property
     def finished(self) -> int:
         """Number of finished epochs, those of another run that it began from included."""
         return max(self.epochs, default=self.start.epoch if self.starts else 0)
 
+    @property
+    def ended(self) -> str:
+        """Why and when the run ended, in words; "" where that is not on record."""
+        by = (self.summary.ended_by if self.summary else "") or (self.start.ended_by if self.starts else "")
+        return by and f"ended by {by} after epoch {self.finished} of {self.plain.get('num_epochs', '?')}"
+
     def series(self, name: str) -> list[tuple[int, float]]:
         """Return (step, value) of a metric, finite values only."""
-        return [(step, row[name]) for step, row in self.rows.items() if math.isfinite(row.get(name, math.nan))]
+        return list(self.columns.get(name, {}).items())
 
     def values(self, name: str) -> list[float]:
-        return [value for _, value in self.series(name)]
+        return list(self.columns.get(name, {}).values())
 
 
 def read_run(folder: Path, *, live: bool = False) -> Run:
@@ -152,12 +162,15 @@ def read_run(folder: Path, *, live: bool = False) -> Run:
         raise ValueError(f"{folder} holds no {METRICS}, must be the folder of a run; for example outputs/first")
     if not live and not files:
         raise ValueError(f"{folder / STARTS} holds no record of a start; restore it, or give another run")
-    summary, (videos, without) = folder / SUMMARY, _videos(folder / VIDEOS)
+    summary, (videos, without) = folder / SUMMARY, _videos(folder / VIDEOS, LATEST if live else 0)
+    metrics = (_followed if live else MetricReader)(folder / METRICS)
+    _found(live, metrics.look)
     return Run(
         folder=folder,
         plain=_found(live, read_json_object, folder / CONFIG, WAY_OUT) or {},
         starts=[start for file in files if (start := _found(live, read_as, Start, file))],
-        rows=_found(live, _rows, folder / METRICS, changed(folder / METRICS)) or {},
+        rows=metrics.rows,
+        columns=metrics.columns,
         summary=_found(live, read_as, Summary, summary) if summary.exists() else None,
         videos=videos,
         without=without,
@@ -196,17 +209,12 @@ def _found(live: bool, read: Callable[..., Any], *words: Any) -> Any:
         raise
 
 
-@functools.lru_cache(maxsize=1)  # a long run's file is large: it is read again only when it has changed
-def _rows(file: Path, _changed: float) -> dict[int, Row]:
-    return read_rows(file)
-
-
-def _videos(folder: Path) -> tuple[list[IndexedVideo], list[str]]:
+def _videos(folder: Path, last: int) -> tuple[list[IndexedVideo], list[str]]:
     index = folder / video_index.NAME
     if not index.is_file():
         return [], [f"The run has no {VIDEOS}/{index.name}, so no video is shown here; those it made are in {VIDEOS}/."]
     found, bad, gone = [], 0, 0
-    for line in video_index.read(folder):
+    for line in video_index.read(folder, last):
         try:
             video = checked(IndexedVideo, line, index)
         except ValueError:

@@ -17,7 +17,6 @@ import itertools
 import math
 import re
 import select
-import shlex
 import signal
 import statistics
 import sys
@@ -47,7 +46,7 @@ BAR = 24  # characters
 WIDE = 100  # columns of a terminal from which on curves are twice as long
 TRUE_VIEW = "eval/target_view_psnr_db"  # to the true view, beside what the reference estimator measures
 WARNINGS = 6  # shown at most
-COLOURS = {"running": "green", "starting": "green", "ended": "bold green", "quiet": "yellow", "stopped": "bold red"}
+COLOURS = {"running": "green", "starting": "green", "ended": "bold green", "stopped": "bold red"}  # others yellow
 PUBLISHED = re.compile(r"checkpoint_(\d{6,})")  # as in checkpoint.py, which loads torch
 MARKS = (LOCK, STARTS, CONFIG, METRICS)  # any of them makes a folder a run's
 ONCE = ("start", "finish", "close")  # not of the run's pace
@@ -69,7 +68,7 @@ class Snapshot(Run):
     @property
     def latest(self) -> Row:
         """Metrics of the latest evaluation and of the latest epoch."""
-        measured = max((step for step, row in self.rows.items() if "time/evaluation_s" in row), default=0)
+        measured = max(self.columns.get("time/evaluation_s", ()), default=0)
         return {**self.rows.get(measured, {}), **self.epochs.get(self.finished, {})}
 
     def knob(self, name: str, default: Any) -> Any:
@@ -83,7 +82,7 @@ class Snapshot(Run):
     @property
     def epoch_s(self) -> float:
         """Seconds from epoch to epoch: a recent epoch's, and its share of evaluating, saving, logging."""
-        outside = sum(row.get(name, 0.0) for step, row in self.rows.items() if step for name in OUTSIDE)
+        outside = sum(value for name in OUTSIDE for step, value in self.series(name) if step)
         lengths = self.values("time/epoch_s")
         return statistics.median(lengths[-RECENT:]) + outside / len(lengths) if lengths else math.nan
 
@@ -97,12 +96,12 @@ class Snapshot(Run):
 
     @property
     def state(self) -> str:
-        """One of "running", "starting", "quiet" (alive without a sign), "ended" and "stopped"."""
+        """One of "running", "starting", "quiet" (alive without a sign), "ended", "left" (with a reason), "stopped"."""
         longest = [max(self.values(name)[-RECENT:] or [0.0]) for name in ("time/epoch_s", *OUTSIDE)]
         suspicious = self.quiet_s > (LEAST_QUIET_S + 3 * sum(longest) if self.epochs else START_S)
-        if self.held or (self.held is None and not self.summary and not suspicious):
+        if self.held or (self.held is None and not self.summary and not self.ended and not suspicious):
             return "quiet" if suspicious else "running" if self.rows else "starting"
-        return "ended" if self.summary else "stopped"
+        return "ended" if self.summary else "left" if self.ended else "stopped"
 
 
 def take(folder: Path) -> Snapshot:
@@ -223,18 +222,17 @@ def state(run: Snapshot) -> Text:
         "running": f"running{who}; last record {quiet}",
         "starting": f"starting{who}; no metrics yet, begun {quiet}",
         "quiet": f"running{who}, but its last record was {quiet}: it may hang",
-        "ended": f"ended: verdict {verdict}",
+        "ended": f"{run.ended or 'ended'}: verdict {verdict}",
+        "left": f"{run.ended}, without a verdict; last record {quiet}",
         "stopped": f"stopped or crashed after epoch {run.finished}, without a verdict; last record {quiet}",
     }[run.state]
     if run.held is None and run.state in ("running", "starting"):
         message += " (from its files alone: its lock cannot be seen from here)"
-    if run.state == "stopped":
-        root, recipe = run.knob("output_root", "outputs"), shlex.quote(run.start.recipe if run.starts else "RECIPE")
-        elsewhere = [f"--config.output_root={root}"] if root != "outputs" else []
-        place = shlex.join([f"--config.run_name={run.folder.name}", *elsewhere])
-        message += f"\n  go on from {run.checkpoint or 'the beginning (nothing is saved)'}:"
-        message += f" train_grpo.py --config {recipe} --config.resume=auto {place}"
-    return Text(message, style=COLOURS[run.state])
+    if run.state in ("left", "stopped") and run.starts:
+        # In two lines, since a terminal breaks a longer one, which then cannot be pasted.
+        command = run.start.go_on.replace(" --config.resume", " \\\n  --config.resume")
+        message += f"\n  go on from {run.checkpoint or 'the beginning (nothing is saved)'}:\n{command}"
+    return Text(message, style=COLOURS.get(run.state, "yellow"))
 
 
 def progress(run: Snapshot, plain: bool) -> Iterator[RenderableType]:
@@ -254,7 +252,7 @@ def progress(run: Snapshot, plain: bool) -> Iterator[RenderableType]:
         found = ((phase_of(name), name) for name in run.epochs[run.finished])
         phases = {phase: run.mean(name) for phase, name in found if phase and phase not in OUTSIDE_EPOCHS}
         largest = sorted(phases.items(), key=lambda phase: -phase[1])
-        shown_phases = [f"{name} {100 * seconds / whole:.0f} %" for name, seconds in largest if seconds > whole / 100]
+        shown_phases = [f"{name} {100 * s / whole:.0f} %" for name, s in largest if s > whole / 100 > 0]
         yield Text(f"time    {'  '.join(shown_phases)}")
         memory = [run.mean(f"system/memory_{name}_gib") for name in ("peak", "total")]
         yield Text(f"memory  {memory[0]:.3g} of {memory[1]:.3g} GiB at the peak")
@@ -288,14 +286,14 @@ def metrics(run: Snapshot, width: int, plain: bool) -> Iterator[RenderableType]:
 
 
 def rewards(run: Snapshot) -> list[str]:
-    weights = [name for name in run.names if name.startswith("reward/") and name.endswith("_weight")]
+    weights = [name for name in run.columns if name.startswith("reward/") and name.endswith("_weight")]
     return [f"{name.removesuffix('_weight')}_mean" for name in weights if any(run.values(name)[-1:])]
 
 
 def held_out(run: Snapshot) -> list[str]:
     """Return the held-out metrics that say most: the reference estimator's, else the rewards', and PSNR."""
-    measured = [name for name in run.names if name.startswith("eval/")]
-    gold = [name for name in measured if name.replace("eval/", "eval_floor/", 1) in run.names]
+    measured = [name for name in run.columns if name.startswith("eval/")]
+    gold = [name for name in measured if name.replace("eval/", "eval_floor/", 1) in run.columns]
     trained = [name.replace("reward/", "eval/").removesuffix("_mean") for name in rewards(run)]
     return [name for name in measured if name in (gold or trained) or name == TRUE_VIEW]
 

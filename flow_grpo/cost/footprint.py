@@ -1,8 +1,7 @@
 """Parameters, operations and activation memory of a transformer call, counted without allocating anything.
 
-The real network code runs on fake tensors, so the counts include gradient checkpointing and autocast. Attention is
-counted by the shapes it is given, because torch's operation counter does not know every kernel. All blocks but the last
-are identical: networks of one and two blocks are counted and extrapolated to any number.
+The real network code runs on fake tensors, so the counts include gradient checkpointing and autocast. All blocks but
+the first and the last are identical: networks of one and two blocks are counted and extrapolated to any number.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from flow_grpo.models.fake_policy import fake_transformer
+from flow_grpo.models.fake_policy import FakeAdapter, fake_transformer
 from flow_grpo.models.networks.recomputation import set_checkpointing
 from flow_grpo.models.video_model import VideoModel
 from flow_grpo.runtime import device as device_api
@@ -34,10 +34,14 @@ class Footprint:
     """Costs of one call on B rows; a multiply-add counts as two operations."""
 
     tokens: int  # of one row, target and source together
-    parameters: int  # of the whole transformer
-    trained: int  # of these, trainable
+    parameters: int  # of the whole transformer, adapters aside
+    trained: int  # trainable ones
     forward_flops: int
     attention_flops: int  # of these, in attention proper: scores and weighted sums
+    train_flops: (
+        int  # of a forward and its backward: frozen weights, and what nothing trained precedes, have no gradient
+    )
+    recomputed_flops: int  # that the backward computes once more
     kept_bytes: int  # activations kept for the backward of a training forward
     block_bytes: int  # transient in the backward of one block: recomputed activations, and gradients of activations
     forward_bytes: int  # peak of a forward without gradients
@@ -48,9 +52,8 @@ def footprint(
 ) -> Footprint:
     """Return the costs of a transformer with a configuration such as `WAN_1_3B`, for (C, F, H, W) of the target.
 
-    LoRA is counted as training the base weights, which saves the same inputs for the backward, plus the adapters' own
-    activations and parameters. `model` has training mode, checkpointing (of which "auto" counts as "blocks"), prompt
-    length, and the dtype of frozen weights and autocast.
+    `model` has training mode, checkpointing (of which "auto" counts as "blocks"), prompt length, and the dtype of
+    frozen weights and autocast.
     """
     one, two = (count_network(video_model, {**config, "num_layers": n}, latent_shape, model, rows) for n in (1, 2))
     total = {name: first + (config["num_layers"] - 1) * (two[name] - first) for name, first in one.items()}
@@ -62,10 +65,9 @@ def count_network(
     video_model: VideoModel, config: Mapping[str, Any], latent_shape: Latents, model: ModelConfig, rows: int
 ) -> dict[str, int]:
     """Return the fields of `Footprint` by name, counted on the whole network."""
-    layers = config["num_layers"]
-    tokens = video_model.tokens(latent_shape, config["patch_size"])
+    recomputes, keeps_attention = model.checkpointing != "none", model.checkpointing == "keep_attention"
     with FakeTensorMode():
-        network, adapted, call = _fake_call(video_model, config, latent_shape, model, rows)
+        network, call = _fake_call(video_model, config, latent_shape, model, rows)
 
         def forward() -> None:
             with torch.no_grad():
@@ -74,47 +76,35 @@ def count_network(
         def forward_and_backward() -> None:
             call().sum().backward()
 
-        forward_bytes = peak_bytes(forward, network)
-        flops, attention = _operations(forward)
-        recomputes, keeps_attention = model.checkpointing != "none", model.checkpointing == "keep_attention"
+        with AttentionCount() as attention:
+            forward_bytes = peak_bytes(forward, network)
+        forward_flops, train_flops = operations(forward), operations(forward_and_backward)
         set_checkpointing(network, "blocks" if recomputes else "none")
+        recomputed = operations(forward_and_backward) - train_flops if recomputes else 0
         kept = saved_bytes(network, call)
         update_bytes = peak_bytes(forward_and_backward, network)
-    learned = sum(p.numel() for p in network.parameters() if p.requires_grad)
-    narrow = len(adapted) * rows * tokens * model.lora_rank * DTYPES[model.dtype].itemsize
-    for linear in adapted:
-        learned += model.lora_rank * (linear.in_features + linear.out_features) - linear.weight.numel()
+    adapters = [part for part in network.modules() if isinstance(part, FakeAdapter)]
+    low_rank = sum(part.down.weight.numel() + part.up.weight.numel() for part in adapters)
     return {
-        "tokens": tokens,
-        "parameters": sum(p.numel() for p in network.parameters()),
-        "trained": learned,
-        "forward_flops": flops,
+        "tokens": video_model.tokens(latent_shape, config["patch_size"]),
+        "parameters": sum(p.numel() for p in network.parameters()) - low_rank,
+        "trained": sum(p.numel() for p in network.parameters() if p.requires_grad),
+        "forward_flops": forward_flops,
         "attention_flops": attention.flops,
-        "kept_bytes": kept + (0 if recomputes else narrow) + (attention.bytes if keeps_attention else 0),
-        "block_bytes": max(0, update_bytes - kept) + (narrow // layers if recomputes else 0),
+        "train_flops": train_flops,
+        "recomputed_flops": recomputed - (attention.flops if keeps_attention else 0),
+        "kept_bytes": kept + (attention.bytes if keeps_attention else 0),
+        "block_bytes": max(0, update_bytes - kept),
         "forward_bytes": forward_bytes,
     }
 
 
-def forward_flops(
-    video_model: VideoModel, config: Mapping[str, Any], latent_shape: Latents, prompt_tokens: int
-) -> float:
-    """Return the operations of a forward on one row, adapters left out; arguments as in `footprint`."""
-    model = ModelConfig(dtype="fp32", trained="full", max_prompt_tokens=prompt_tokens)
-    counts = []
-    for blocks in (1, 2):
-        with FakeTensorMode(), torch.no_grad():
-            small = {**config, "num_layers": blocks}
-            counts.append(_operations(_fake_call(video_model, small, latent_shape, model, 1)[2])[0])
-    return float(counts[0] + (config["num_layers"] - 1) * (counts[1] - counts[0]))
-
-
 def _fake_call(
     video_model: VideoModel, config: Mapping[str, Any], latent_shape: Latents, model: ModelConfig, rows: int
-) -> tuple[Any, list[nn.Linear], Callable[[], Tensor]]:
-    """Return a transformer, its layers that are adapted, and its call, inside a `FakeTensorMode`."""
+) -> tuple[Any, Callable[[], Tensor]]:
+    """Return a transformer and its call, inside a `FakeTensorMode`."""
     dtype = DTYPES[model.dtype]
-    network, adapted = fake_transformer(video_model, config, dtype, model)
+    network = fake_transformer(video_model, config, dtype, model)
     latents, timesteps = torch.empty(rows, *latent_shape), torch.empty(rows)
     prompts = torch.empty(rows, model.max_prompt_tokens, config["text_dim"])
     shapes = video_model.input_shapes(rows, latent_shape, config)
@@ -124,15 +114,17 @@ def _fake_call(
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             return video_model.call(network, latents, timesteps, prompts, inputs)
 
-    return network, adapted, call
+    return network, call
 
 
-def _operations(call: Callable[[], object]) -> tuple[int, AttentionCount]:
-    with FlopCounterMode(display=False) as counter, AttentionCount() as attention:
+def operations(call: Callable[[], object]) -> int:
+    """Return the operations of a call's matrix products, as torch counts them with attention by its definition.
+
+    So attention's backward counts twice its forward, and what a fused kernel computes once more does not count.
+    """
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         call()
-    operators = counter.get_flop_counts().get("Global", {})
-    counted = sum(count for operator, count in operators.items() if "attention" in str(operator))
-    return counter.get_total_flops() - counted + attention.flops, attention
+    return int(counter.get_total_flops())
 
 
 def peak_bytes(call: Callable[[], object], network: nn.Module | None = None) -> int:

@@ -11,16 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from flow_grpo.cost.footprint import Footprint
+
 
 class ForwardCount:
-    """Counts forward-equivalents: a forward without gradients is 1 a row, one with a backward 3.
+    """Counts forward-equivalents: a forward of a row is 1, one with a backward what its operations make of it.
 
-    Recomputing activations in the backward pass adds up to 1. Guidance calls the network with two rows a sample.
+    A policy of one's own, whose operations are not known, is taken to train all weights: 3, or 4 where it recomputes
+    activations. Guidance calls the network with two rows a sample.
 
     Args:
         network: its calls are counted; the first argument of its forward has a row per sample.
-        recomputed: operations that its backward pass computes once more, as a share of a forward's.
-        flops: operations of a forward on one row, by its shape in the first argument; None where they are not known.
+        recomputes: its backward pass computes activations once more.
+        costs: of one row, by its shape in the first argument; None where they are not known.
         rate: operations per second of the device's matrix products; called once, when it is first needed.
     """
 
@@ -28,25 +31,31 @@ class ForwardCount:
         self,
         network: nn.Module,
         *,
-        recomputed: float,
-        flops: Callable[[tuple[int, ...]], float] | None = None,
+        recomputes: bool,
+        costs: Callable[[tuple[int, ...]], Footprint] | None = None,
         rate: Callable[[], float] = lambda: math.nan,
     ) -> None:
-        self.total, self._marked = 0.0, 0.0
-        self._trained, self._flops, self._rate = 3.0 + recomputed, flops, rate
-        self._forwards: Counter[tuple[int, ...]] = Counter()  # since the mark, by shape of a row; not recomputation
+        self._recomputes, self._costs, self._rate = recomputes, costs, rate
+        # Rows since the mark, by their shape and whether they have a backward; recomputation is no call.
+        self._rows: Counter[tuple[tuple[int, ...], bool]] = Counter()
         network.register_forward_pre_hook(self._count)
 
     def mark(self) -> None:
         """Let `since_mark` count from here on."""
-        self._marked = self.total
-        self._forwards.clear()
+        self._rows.clear()
 
     def since_mark(self) -> tuple[float, float]:
         """Return forward-equivalents and operations on this rank, of these without recomputation; 0 if not known."""
-        flops = self._flops
-        known = 0.0 if flops is None else sum(count * flops(shape) for shape, count in self._forwards.items())
-        return self.total - self._marked, known
+        forwards = operations = 0.0
+        for (shape, training), rows in self._rows.items():
+            if self._costs is None:
+                forwards += rows * (3.0 + self._recomputes if training else 1.0)
+                continue
+            cost = self._costs(shape)
+            needed = cost.train_flops if training else cost.forward_flops
+            operations += rows * needed
+            forwards += rows * (needed + cost.recomputed_flops * training) / cost.forward_flops
+        return forwards, operations
 
     @functools.cached_property
     def rate(self) -> float:
@@ -54,6 +63,4 @@ class ForwardCount:
         return self._rate()
 
     def _count(self, _: nn.Module, arguments: tuple[Any, ...]) -> None:
-        rows, training = len(arguments[0]), torch.is_grad_enabled()
-        self.total += rows * (self._trained if training else 1.0)
-        self._forwards[tuple(arguments[0].shape[1:])] += rows * (3 if training else 1)
+        self._rows[tuple(arguments[0].shape[1:]), torch.is_grad_enabled()] += len(arguments[0])

@@ -17,7 +17,9 @@ from typing import Any
 from safetensors import safe_open
 
 from flow_grpo.cost.codec_cost import codec_cost, decoding_peak, rate_beside_transformer, settings_of
-from flow_grpo.cost.footprint import Footprint, Latents, footprint, forward_flops
+from flow_grpo.cost.footprint import Footprint, Latents, footprint
+from flow_grpo.cost.reward_seconds import reward_seconds
+from flow_grpo.cost.round_steps import round_steps, sample_steps, steps_after
 from flow_grpo.models.fake_policy import transformer_config
 from flow_grpo.models.registry import is_video_model, video_model
 from flow_grpo.runtime.device import DTYPES
@@ -31,29 +33,39 @@ from flow_grpo.settings.values import parse_bucket
 TEXT_ENCODER_PARAMETERS, CODEC_PARAMETERS, DECODER_PARAMETERS = 5_680_910_336, 126_892_531, 73_295_603
 IMAGE_ENCODER_PARAMETERS = 630_766_080  # CLIP ViT-H/14's vision tower, of models that have one
 GIB = 2**30
+# Where nothing is measured: 48 % of the 313 TFLOP/s in bf16 of an Ascend 910B, 40 % of the 376 of the fastest one.
+ASSUMED_RATE = 150e12
+LINK = 25e9  # bytes a second that a rank sends: a port of 200 Gbit/s
+CORES = 8  # of the host, for each rank
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Costs of one rank and one epoch without resampling; GiB are of one device, seconds at the stated rate."""
+    """Costs of one rank, one epoch without resampling and the whole run; GiB of one device, seconds at its rate."""
 
     tokens: int  # of one sample, target and source together
     samples_per_epoch: int  # over all ranks
     rollout_calls: int  # of the transformer, at most one batch each
     update_calls: float  # of the transformer with a backward, one micro-batch each
-    # Transformer work in forwards of one sample: 2 more for a backward, 1 more for recomputing all activations, twice
-    # as many with guidance; evaluation is left out.
+    # Transformer work in forwards of one sample, twice as many with guidance; evaluation is left out.
     forward_equivalents_per_sample: float
+    update_forwards: float  # of these an update of one row takes: forward, backward and what is recomputed
     forward_tflop: float  # 1e12 operations of a forward on one sample
     encode_tflop: float  # of encoding one source video
     decode_tflop: float  # of decoding one sample
     trained_parameters: int
     # Of source videos, each for the first time, at the codec's share of the rate; 0 where `model.encodings` has them.
     encode_s: float
-    rollout_s: float
+    rollout_s: float  # of the slowest rank
     decode_s: float  # at the codec's share of the rate, `rate_beside_transformer`
+    reward_s: float  # on the host's cores, what sampling does not hide
     update_s: float
+    sent_s: float  # of what is sent, as if nothing hid it
     epoch_s: float  # the sum of these
+    evaluation_s: float  # of one evaluation, before, on the way and at the end
+    run_hours: float
+    device_hours: float
+    evaluation_share: float  # of these hours
     weights_gib: float  # all networks
     optimizer_gib: float  # gradients, moments, EMA, communication buffers, reference weights
     activations_gib: float  # saved for the backward of a micro-batch
@@ -80,85 +92,113 @@ def largest_size(config: Config) -> tuple[int, int, int]:
     return max(sizes, key=lambda size: size[0] * size[1] * size[2])
 
 
-def make_plan(config: Config, devices: int, rate: float) -> Plan:
+def make_plan(config: Config, devices: int, rate: float, cores: int = CORES) -> Plan:
     """Return the cost of a recipe; with several buckets every video has the largest size.
 
-    `rate` is the number of operations a second that each of the devices sustains on this model.
+    `rate` is the number of operations a second that each of the devices sustains on this model, `cores` those of the
+    host that each has for its rewards.
     """
     sample, train, model = config.sample, config.train, config.model
     codec = codec_cost(model, largest_size(config))
-    latents, codec_rate = codec.latents, rate * rate_beside_transformer(model)
-    most = math.ceil(sample.train_batch_size / train.context_parallel)  # samples that a rank decodes at once
-    decode_bytes = decoding_peak(model, latents, most)
+    latents, sharing, codec_rate = codec.latents, train.context_parallel, rate * rate_beside_transformer(model)
+    most = math.ceil(sample.train_batch_size / sharing)  # samples that a rank decodes at once
     copies = 1 if sample.guidance_scale == 1.0 else 2
     micro = micro_batch(config)
     counted = {n: _counted(model, latents, n * copies) for n in {sample.train_batch_size, micro}}
     rollout, update = counted[sample.train_batch_size], counted[micro]
-    calls = rollout_calls(config)
-    replays, extra = _replays(config), traits_of(config).forwards(config)
-    passes = 3 + recomputed_share(config) + extra  # a backward costs two forwards, recomputation at most one more
     forward_flops = rollout.forward_flops / sample.train_batch_size
-    sharing = train.context_parallel
-    decoded = math.ceil(sample.num_batches_per_epoch * sample.train_batch_size / sharing)  # samples are dealt
-    samples = sample.expanded_batch_size * devices // sharing
+    calls, replays = rollout_calls(config), _replays(config)
+    steps, waited_for = round_steps(config, devices // sharing)
+    update_flops = update.train_flops + update.recomputed_flops
+    update_flops += traits_of(config).forwards(config) * update.forward_flops
+    held = sample.expanded_batch_size
+    samples = held * devices // sharing
     # A source is encoded once among the ranks with its copies, unless it was before the run.
-    encoded = 0 if model.encodings or video_model(model.kind).videos == 1 else math.ceil(samples / sample.k / devices)
+    encode_s = codec.encode_flops / codec_rate * (video_model(model.kind).videos > 1 and not model.encodings)
+    decode_s = codec.decode_flops / codec_rate
     seconds = {
-        "encode_s": encoded * codec.encode_flops / codec_rate,
-        "rollout_s": sample.expanded_batch_size * rollout_steps(config) * forward_flops / rate / sharing,
-        "decode_s": decoded * codec.decode_flops / codec_rate,
-        "update_s": replays * passes * update.forward_flops / rate / sharing,
+        "encode_s": math.ceil(samples / sample.k / devices) * encode_s,
+        "rollout_s": waited_for * forward_flops / rate / sharing,
+        "decode_s": math.ceil(held / sharing) * decode_s,  # samples are dealt
+        "update_s": replays * update_flops / rate / sharing,
     }
-    memory = _memory(config, devices, update, rollout, latents, decode_bytes)
+    seconds["reward_s"] = _rewards_waited_for(config, most, cores, seconds["rollout_s"])
+    memory = _memory(config, devices, update, rollout, latents, decoding_peak(model, latents, most))
+    sent = _sent(config, devices, update, latents, calls, steps)
+    seconds["sent_s"] = sum(sent.values()) / LINK
+    epoch_s = sum(seconds.values())
+    evaluation_s = _evaluation(config, devices // sharing, cores, forward_flops / copies / rate, encode_s, decode_s)
+    run_s = config.num_epochs * epoch_s + evaluations(config) * evaluation_s
     return Plan(
         tokens=update.tokens,
         samples_per_epoch=samples,
         rollout_calls=calls,
         update_calls=replays,
-        forward_equivalents_per_sample=copies
-        * (rollout_steps(config) + replays * micro / sample.expanded_batch_size * passes),
+        forward_equivalents_per_sample=copies * (steps + replays * update_flops / forward_flops) / held,
+        update_forwards=update_flops / forward_flops / micro,
         forward_tflop=forward_flops / 1e12,
         encode_tflop=codec.encode_flops / 1e12,
         decode_tflop=codec.decode_flops / 1e12,
         trained_parameters=update.trained,
-        epoch_s=sum(seconds.values()),
         **seconds,
-        **{name: value / GIB for name, value in (memory | _sent(config, devices, update, latents, calls)).items()},
+        epoch_s=epoch_s,
+        evaluation_s=evaluation_s,
+        run_hours=run_s / 3600,
+        device_hours=devices * run_s / 3600,
+        evaluation_share=evaluations(config) * evaluation_s / run_s,
+        **{name: value / GIB for name, value in (memory | sent).items()},
     )
 
 
-def recomputed_share(config: Config) -> float:
-    """Return the operations that a backward pass computes once more, as a share of a forward's.
+def _rewards_waited_for(config: Config, videos: int, cores: int, rollout_s: float) -> float:
+    """Return the seconds of scoring an epoch's batches of so many videos that sampling the next ones does not hide."""
+    sample = config.sample
+    sources = math.ceil(videos / sample.k) if sample.layout == "contiguous" else videos
+    one = reward_seconds(config.reward.weights, largest_size(config), videos, sources, cores)
+    others = math.ceil(sample.expanded_batch_size / config.train.context_parallel / videos) - 1
+    return one + others * max(0.0, one - config.reward.overlap * rollout_s / (others + 1))
 
-    Of a policy that is no `VideoModel` it is not known which part attention has: all counts as recomputed.
+
+def evaluations(config: Config) -> int:
+    """Return how often a run evaluates: before its first epoch, on the way and at its end."""
+    every = config.eval.every or max(1, config.num_epochs)
+    return 1 + math.ceil(config.num_epochs / every)
+
+
+def _evaluation(config: Config, ranks: int, cores: int, forward_s: float, encode_s: float, decode_s: float) -> float:
+    """Return the seconds of an evaluation: of held-out conditions, fixed ones, and groups for the rewards' signal.
+
+    `ranks` are those that samples are dealt to; a forward of one row, a source and a video take the other seconds.
     """
-    model = config.model
-    if model.checkpointing != "keep_attention":
-        return float(model.checkpointing != "none")
-    if not is_video_model(model.kind):
-        return 1.0
-    latents = codec_cost(model, largest_size(config)).latents
-    counted = _counted(model, latents, 1)
-    return 1 - counted.attention_flops / counted.forward_flops
+    sample, own, size = config.sample, config.eval, largest_size(config)
+    held_out, fixed = math.ceil(own.num_conditions / ranks), math.ceil(own.fixed_conditions / ranks)
+    groups = own.signal_groups * traits_of(config).replays_steps * (1 if sample.same_initial_noise else 2)
+    trained = fixed + groups * sample.k  # sampled as in training
+    forwards: float = held_out * own.num_steps * (1 if (own.guidance_scale or sample.guidance_scale) == 1 else 2)
+    forwards += trained * sample_steps(config) * (1 if sample.guidance_scale == 1 else 2)
+    names, rows = {*config.reward.weights, own.gold}, min(own.batch_size, held_out)
+    names |= {"target_view"} if video_model(config.model.kind).videos > 1 else set()
+    seconds = math.ceil(held_out / rows) * reward_seconds(names, size, rows, rows, cores)
+    seconds += reward_seconds(config.reward.weights, size, trained, fixed + groups, cores)
+    seconds += forwards * forward_s + (held_out + trained) * decode_s + (held_out + fixed + groups) * encode_s
+    return seconds / config.train.context_parallel
 
 
-def flops_of_rows(config: Config) -> Callable[[tuple[int, ...]], float] | None:
-    """Return the operations of a forward by the shape of a row of latents, source included; each is counted once.
+def costs_of_rows(config: Config) -> Callable[[tuple[int, ...]], Footprint] | None:
+    """Return the costs of a call by the shape of its one row of latents, source included; each is counted once.
 
     None for a policy of one's own.
     """
     model = config.model
     if not is_video_model(model.kind):
         return None
-    own = video_model(model.kind)
+    videos = video_model(model.kind).videos
 
-    @functools.cache
-    def flops(shape: tuple[int, ...]) -> float:
+    def costs(shape: tuple[int, ...]) -> Footprint:
         channels, frames, height, width = shape
-        latents = channels, frames // own.videos, height, width
-        return forward_flops(own, _transformer(model), latents, model.max_prompt_tokens)
+        return _counted(model, (channels, frames // videos, height, width), 1)
 
-    return flops
+    return costs
 
 
 # Counting runs the networks' code on fake tensors, which takes seconds: plans of one recipe differ in arithmetic only.
@@ -184,19 +224,6 @@ def _replays(config: Config) -> float:
     return traits_of(config).passes(config) * trained * trained_rows(config) / micro_batch(config)
 
 
-def rollout_steps(config: Config) -> float:
-    """Return the denoising steps of a sample, shared ones divided by the copies, on average over the windows."""
-    sample = config.sample
-    if sample.sde == "ode":
-        return float(sample.num_steps)
-    blocks = sampling_of(config).blocks
-    until = 1 + sum(block[0] for block in blocks) / len(blocks)  # the window's first step included
-    tail = sample.tail_steps or sample.num_steps - 1 - sum(block[-1] for block in blocks) / len(blocks)
-    if sample.share_prefix:
-        until *= math.ceil(sample.expanded_batch_size / sample.k) / sample.expanded_batch_size
-    return until + window_length(config) - 1 + tail + _asked_again(config)
-
-
 def rollout_calls(config: Config) -> int:
     """Return the calls of a rank in an epoch whose batches hold groups with the first and with the last window."""
     sample, batches = config.sample, config.sample.num_batches_per_epoch
@@ -205,23 +232,18 @@ def rollout_calls(config: Config) -> int:
     blocks = sampling_of(config).blocks
     shared = math.ceil(sample.expanded_batch_size / sample.k / sample.train_batch_size)  # with full calls of groups
     until = (shared if sample.share_prefix else batches) * (blocks[-1][0] + 1)
-    tail = sample.tail_steps or sample.num_steps - 1 - blocks[0][-1]
-    return until + batches * (window_length(config) - 1 + tail + _asked_again(config))
+    return until + batches * steps_after(config, blocks[0])
 
 
-def _asked_again(config: Config) -> int:
-    """Return the steps of a sample that are answered under its command as well, after a path beside it."""
-    explores = any(config.sample.command_spread)
-    return window_length(config) if explores and traits_of(config).replays_steps else 0
-
-
-def _sent(config: Config, devices: int, counted: Footprint, latents: Latents, calls: int) -> dict[str, float]:
+def _sent(
+    config: Config, devices: int, counted: Footprint, latents: Latents, calls: int, steps: float
+) -> dict[str, float]:
     """Return the fields of `Plan` that count what is sent, in bytes; a ring is assumed where all ranks exchange."""
     sample, train, model = config.sample, config.train, config.model
     replays, extra = _replays(config), traits_of(config).forwards(config)
     copies = 1 if sample.guidance_scale == 1.0 else 2
     replayed = replays * micro_batch(config) * copies
-    rows = sample.expanded_batch_size * copies * rollout_steps(config) + replayed * (2 + extra)
+    rows = copies * steps + replayed * (2 + extra)
     again = replayed if model.checkpointing != "none" else 0.0
     # FSDP gathers the weights block by block: once a forward, once more for its backward, which shares them with
     # recomputation.

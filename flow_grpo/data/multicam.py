@@ -14,6 +14,7 @@ A video's camera number comes from its file name; its poses are those under that
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import re
@@ -239,9 +240,10 @@ def contents_of(scenes: Sequence[Scene]) -> str:
         for place, cameras in places.items():
             videos = [Path("videos", f"{camera}.mp4") for camera in cameras]
             root = scene.folder.parents[scene.name.count("/")]
-            files = filter(Path.is_file, (place / part for part in (*videos, CAMERAS_JSON, PRESETS_JSON)))
+            files = (place / part for part in (*videos, CAMERAS_JSON, PRESETS_JSON))
             for file in (*files, *tables(place / "videos", root)):
-                sizes[file.relative_to(root).as_posix()] = file.stat().st_size
+                with contextlib.suppress(FileNotFoundError):  # asked once: file systems of a cluster answer slowly
+                    sizes[file.relative_to(root).as_posix()] = file.stat().st_size
     return _hash_lines([f"{name}\t{size}" for name, size in sorted(sizes.items())])
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -231,12 +232,14 @@ def ensure_tiny_world(root: str | Path, name: str) -> None:
     if name not in TINY_WORLDS:
         raise ValueError(f"data.tiny_world: got {name!r}, known are {sorted(TINY_WORLDS)}")
     root, spec = Path(root), TINY_WORLDS[name]
+    own_videos = "for videos of your own pass --config.data.tiny_world="
     if not root.exists():
+        logging.getLogger(__name__).warning("rendering the tiny world %r into %s; %s", name, root, own_videos)
         try:
             write_tiny_world(root, spec)
         except OSError:
             if not (root / "world.json").is_file():
                 raise  # else another process was faster, and what it wrote is judged below
-    record, way_out = root / "world.json", "delete the folder or choose another --config.data.root"
+    record, way_out = root / "world.json", f"choose another --config.data.root; {own_videos}"
     if not record.is_file() or read_json(record, way_out) != json.loads(json.dumps(dataclasses.asdict(spec))):
         raise ValueError(f"data.root: {root} exists but is not the tiny world {name!r} of this version; {way_out}")

@@ -4,6 +4,7 @@ A path is T OpenCV camera-to-world poses in metres, starting at the identity: th
 assumed to coincide with the source's. A trajectory is written as
 
     "pan_right", "pan_right:0.5", "zoom_in:0.5+pan_left"     presets of `maths.poses.PRESETS`, scaled and added
+    "arc_left:per_frame"     a preset as ReDirector's code commands it: its speed of 81 frames in any number of them
     "orbit.json"     {"poses": [[[r r r x], [r r r y], [r r r z], [0 0 0 1]], ...], "fps": 24, "relative": true}
                      or the bare list of poses; "fps" and "relative" are optional
 """
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from flow_grpo.data.dataset import ConditionDataset, file_id
 from flow_grpo.data.video_io import Size, VideoCache
+from flow_grpo.maths.benchmarks import preset_at_own_speed
 from flow_grpo.maths.poses import (
     PRESETS,
     check_poses,
@@ -36,6 +38,8 @@ from flow_grpo.runtime.json_files import read_json
 Trajectory: TypeAlias = str | Path
 """Preset text, or the path of a file ending in .json."""
 
+LARGEST = 100  # magnitude of a preset, a dozen turns or a few hundred metres
+PER_FRAME = "per_frame"
 VIDEO_FPS = 15  # of the model's training videos; paths with an fps are resampled to it
 IDENTITY_TOLERANCE = 1e-3  # per entry, because files print few digits
 SURE_TURN_DEG = 170.0  # beyond it the direction of rotation between two poses is ambiguous
@@ -75,10 +79,14 @@ def motion(text: str, num_frames: int) -> Tensor:
 
     A magnitude scales a preset's translation and rotation; 0 is a static camera. Combined presets add their
     translations and rotation vectors at the last frame, so the order does not matter and the axis stays fixed.
+    "PRESET:per_frame", never combined, is `preset_at_own_speed`.
 
     Raises:
         ValueError: unknown preset, or a magnitude that is not a number >= 0.
     """
+    alone, _, speed = "".join(text.split()).partition(":")
+    if alone in PRESETS and speed == PER_FRAME:
+        return preset_at_own_speed(alone, num_frames)
     total = torch.zeros(2, 3, dtype=torch.float64)
     for part in text.split("+"):
         name, colon, size = (word.strip() for word in part.partition(":"))
@@ -98,10 +106,10 @@ def _magnitude(text: str, size: str) -> float:
         magnitude = float(size)
     except ValueError:
         magnitude = math.nan
-    if not 0 <= magnitude < math.inf:  # also false for NaN
+    if not 0 <= magnitude <= LARGEST:  # also false for NaN
         raise ValueError(
-            f"camera motion {text!r} has magnitude {size!r}, must be a number of at least 0; "
-            "the other direction is the opposite preset"
+            f"camera motion {text!r} has magnitude {size!r}, must be a number within 0..{LARGEST}; "
+            f"the other direction is the opposite preset, and {PER_FRAME} alone is a preset's speed of 81 frames"
         )
     return magnitude
 

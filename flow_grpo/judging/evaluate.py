@@ -35,6 +35,7 @@ from flow_grpo.settings.own_code import is_own
 from flow_grpo.settings.sampling import ODE, Sampling
 from flow_grpo.settings.schema import Config
 
+FEW = 2**24  # trained weights of which a copy is kept only to show the start in videos, 64 MiB
 POSE_ERRORS = ("rot_err_deg", "trans_err_m")  # of the gold estimator, shown below its videos
 
 
@@ -163,8 +164,7 @@ class Evaluator:
         with weights or contextlib.nullcontext():
             made = [self._sample([row]) for row in rows]
         base = None
-        # A policy of one's own has a copy of its start only if it was asked to keep one.
-        if config.asks_reference or (config.model.trained == "lora" and not is_own(config.model.kind)):
+        if keeps_start(config, self.policy):
             with self.policy.reference():
                 base = [self._sample([row])[1] for row in rows]
         found: list[Clip] = []
@@ -232,6 +232,12 @@ class Evaluator:
         own = [pair for numbers, table in parts for pair in zip(numbers, table.rows(), strict=True)]
         rows = dict(pair for text in self.world.all.gather_text(json.dumps(own)) for pair in json.loads(text))
         return Table.of_rows([rows[number] for number in sorted(rows)])
+
+
+def keeps_start(config: Config, policy: Policy) -> bool:
+    """Whether a policy can be its start: training asks that, or it is one of ours and LoRA or small."""
+    small = config.model.trained == "lora" or sum(weight.numel() for weight in policy.trained_parameters()) <= FEW
+    return config.asks_reference or (small and not is_own(config.model.kind))
 
 
 def sample(

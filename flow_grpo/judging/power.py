@@ -60,9 +60,14 @@ def scenes_needed(change: float, spread: float) -> int:
     return max(LEAST_SCENES, math.ceil((normal * spread / change) ** 2) + 2)
 
 
-def in_words(spreads: Mapping[str, float], conditions: int, scenes: int) -> str:
-    """Return what an evaluation of so many conditions of so many scenes can see of the metrics, in one line."""
-    text = f"{conditions} conditions of {scenes} scenes"
+def in_words(spreads: Mapping[str, float], conditions: int, scenes: int, ranks: int = 1) -> str:
+    """Return what an evaluation of so many conditions of so many scenes can see of the metrics, in one line.
+
+    It also says how many conditions `ranks` measure in the same time, where that is a tenth more or above.
+    """
+    text, free = f"{conditions} conditions of {scenes} scenes", ranks * math.ceil(conditions / ranks)
+    if free >= 1.1 * conditions:
+        text += f" (on {ranks} ranks {free} take the same time: one rank measures {free // ranks})"
     if scenes < LEAST_SCENES:
         text += f" give no interval, {LEAST_SCENES} scenes are needed"
     elif spreads:

@@ -114,7 +114,7 @@ def measure_signal(
     seed = key("signal", sampling.seed)
     found: dict[str, dict[bool, float]] = {name: {False: math.nan} for name in floors}
     for shared in (True,) if recipe_shares and not both else (False, True):
-        one = dataclasses.replace(sampling, seed=seed, same_initial_noise=shared, record=False)
+        one = dataclasses.replace(sampling, seed=seed, same_initial_noise=shared, record=False, window_groups=1)
         scored = [sample_group(collector, dataset, one, world.data.rank * groups + number) for number in range(groups)]
         for name in floors:
             finite = [values[name][values[name].isfinite()] for values in scored]

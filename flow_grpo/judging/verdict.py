@@ -27,6 +27,9 @@ TOO_FEW = f"fewer than {LEAST_SCENES} held-out scenes give no intervals, see the
 LEAST_OF_FLOOR = 0.1  # of what the estimator finds on perfect videos, or of a reward's own noise
 LEAST_OF_VALUE = 0.02  # where there is no floor, of the value before training; in decibels of the squared error
 FIGURES = 2  # of an aspect, in words
+# As a person would say it.
+SAID = {CAMERA: "the camera path", AGREEMENT: "the likeness to the true view", OTHER: "what was not trained"}
+AS_SAID = {"mixed": "better by one measure and worse by another", "unclear": "neither clearly better nor worse"}
 SHOWN = 3  # of what got worse for a kind of camera, where people read it
 DO_NOT_USE = "held-out metrics got worse: do not use this adapter"
 
@@ -104,6 +107,16 @@ def judge(
     lines += [f"{part}: {why}" for part, why in missing.items()]
     lines += [DO_NOT_USE] if overall == "worse" else []
     return Verdict(overall, "; ".join(lines), aspects | missing, found, names)
+
+
+def plainly(aspects: Mapping[str, str]) -> str:
+    """Return what became of the aspects of a verdict in a sentence; "" without any."""
+    parts = []
+    for word in dict.fromkeys(aspects.values()):
+        own = [SAID.get(part, f"the {part}") for part, found in aspects.items() if found == word]
+        parts.append(f"{' and '.join(own)} {'is' if len(own) == 1 else 'are'} {AS_SAID.get(word, word)}")
+    text = ", but ".join(parts)
+    return text and f"{text[0].upper()}{text[1:]}."
 
 
 def _common(words: Sequence[str]) -> str:

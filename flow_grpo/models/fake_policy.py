@@ -50,10 +50,10 @@ def codec_config(model_folder: str | Path) -> Mapping[str, Any]:
 
 
 class FakePolicy(WanPolicy):
-    """A `WanPolicy` whose networks are fake: two transformer blocks, no LoRA adapters, no text encoder.
+    """A `WanPolicy` whose networks are fake: two transformer blocks, no text encoder.
 
-    No shape depends on the number of blocks or on adapters, which fake networks do not support. Methods take real or
-    fake tensors and return fake ones, so the rollout and the update run on it unchanged.
+    No shape depends on the number of blocks. Methods take real or fake tensors and return fake ones, so the rollout and
+    the update run on it unchanged.
 
     Raises:
         ConfigError: the recipe's policy is one of the user's own.
@@ -67,7 +67,7 @@ class FakePolicy(WanPolicy):
         settings = transformer_config(own, model.path)
         settings["num_layers"] = min(2, settings["num_layers"])
         with self.fake_mode:
-            transformer, _ = fake_transformer(own, settings, DTYPES[model.dtype], model)
+            transformer = fake_transformer(own, settings, DTYPES[model.dtype], model)
             set_checkpointing(transformer, "none" if model.checkpointing == "none" else "blocks")
 
             def inputs(_: Encodings, conditions: Sequence[Condition]) -> dict[str, Tensor]:
@@ -113,20 +113,16 @@ class FakePolicy(WanPolicy):
 
 def fake_transformer(
     video_model: VideoModel, config: Mapping[str, Any], dtype: torch.dtype, model: ModelConfig
-) -> tuple[WanTransformer3DModel, list[nn.Linear]]:
-    """Return a transformer with the gradient flags of `model.trained`, and the linear layers that LoRA would adapt.
-
-    Call it inside a `FakeTensorMode`. Weights of adapted layers are marked as trained in place of the adapters, which
-    fake networks do not support.
-    """
+) -> WanTransformer3DModel:
+    """Return a transformer with the adapters and the gradient flags of `model`; call it inside a `FakeTensorMode`."""
     with _default_dtype(dtype):
-        network = video_model.network(**{n: value for n, value in config.items() if not n.startswith("_")})
+        network: Any = video_model.network.from_config(dict(config))
     adapted, names = {}, set()
     if model.trained == "lora":
         linear = {name: part for name, part in network.named_modules() if isinstance(part, nn.Linear)}
         adapted = {name: part for name, part in linear.items() if re.fullmatch(model.lora_targets, name)}
         whole = [name for name in linear if name.rpartition(".")[2] in model.lora_full_modules]
-        names = {f"{name}.weight" for name in (*adapted, *whole)} | {f"{name}.bias" for name in whole}
+        names = {f"{name}.{leaf}" for name in whole for leaf in ("weight", "bias")}
     else:
         names = trained_names(network, model.trained)
     for name, parameter in list(network.named_parameters()):
@@ -134,8 +130,25 @@ def fake_transformer(
         # Trained weights are fp32, and autocast keeps half-precision copies of them for the backward.
         made = nn.Parameter(parameter.detach().float(), True) if name in names else parameter.requires_grad_(False)
         network.get_submodule(owner)._parameters[leaf] = made
-    network.eval()
-    return network, [network.get_submodule(name) for name in adapted]
+    for name, part in adapted.items():
+        network.set_submodule(name, FakeAdapter(part, model.lora_rank))
+    found: WanTransformer3DModel = network.eval()
+    return found
+
+
+class FakeAdapter(nn.Module):
+    """A frozen linear layer and its low-rank adapter, with the operations of peft's, which no fake network can have."""
+
+    def __init__(self, frozen: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.frozen = frozen
+        self.down = nn.Linear(frozen.in_features, rank, bias=False, dtype=torch.float32)
+        self.up = nn.Linear(rank, frozen.out_features, bias=False, dtype=torch.float32)
+
+    def forward(self, given: Tensor) -> Tensor:
+        """Return the layer's output, adapted."""
+        output: Tensor = self.frozen(given) + self.up(self.down(given.float())) * 1.0
+        return output
 
 
 class _FakeTextEncoder(TextEncoder):

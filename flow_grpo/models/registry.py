@@ -17,7 +17,7 @@ from flow_grpo.models.policy import Policy
 from flow_grpo.models.recam import RECAM
 from flow_grpo.models.redirector import REDIRECTOR
 from flow_grpo.models.video_model import VideoModel
-from flow_grpo.models.wan_policy import WanPolicy
+from flow_grpo.models.wan_policy import WanPolicy, check_folder
 from flow_grpo.models.wan_t2v import WAN_T2V
 from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.own_code import check_call, is_own, load_own, why_it_fails
@@ -43,6 +43,13 @@ def video_model(kind: str) -> VideoModel:
 def is_video_model(kind: str) -> bool:
     """Return whether a `model.kind` names a `VideoModel`, and not a policy of its own; ConfigError as `video_model`."""
     return isinstance(_find(kind), VideoModel)
+
+
+def check_model(config: Config) -> None:
+    """Raise ValueError for a `model.path` without the parts of its model; loads none."""
+    found = _find(config.model.kind)
+    if isinstance(found, VideoModel):
+        check_folder(found, config.model.path)
 
 
 def build_policy(config: Config, device: torch.device) -> Policy:

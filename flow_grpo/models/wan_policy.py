@@ -22,6 +22,7 @@ from flow_grpo.models.encoders.codec import Codec, codec_settings
 from flow_grpo.models.encoders.encodings import Encodings
 from flow_grpo.models.encoders.images import ImageEncoder
 from flow_grpo.models.encoders.texts import TextEncoder
+from flow_grpo.models.files.lora_files import start_from
 from flow_grpo.models.networks.recomputation import set_checkpointing
 from flow_grpo.models.networks.transformers import BOUNDARY, is_camera_weight, load_transformer
 from flow_grpo.models.video_model import VideoModel
@@ -30,7 +31,7 @@ from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.ranks.context_parallel import ContextParallel
 from flow_grpo.runtime.ranks.sharding import local, true_on_any_rank, unwrap
-from flow_grpo.runtime.tensor_store import TensorStore
+from flow_grpo.runtime.tensor_store import TensorStore, files_key
 from flow_grpo.settings.schema import ModelConfig, SampleConfig
 
 TIMESTEPS = 1000.0  # timestep = 1000 * sigma, not rounded to an integer
@@ -45,6 +46,7 @@ class Networks:
     codec: Codec
     texts: TextEncoder
     images: ImageEncoder | None = None
+    identity: Mapping[str, str] = dataclasses.field(default_factory=dict)  # part of the folder -> hash of its files
 
 
 def load_networks(
@@ -94,7 +96,8 @@ def load_networks(
                 f"{folder / encoder} makes features of width {made}, the transformer reads {read}: they are of "
                 "different models; give a folder whose parts belong together"
             )
-    return Networks(model=model, transformer=transformer, codec=codec, texts=texts, images=images)
+    identity = {part: files_key(folder / part) for part in model.components}
+    return Networks(model=model, transformer=transformer, codec=codec, texts=texts, images=images, identity=identity)
 
 
 def open_images(
@@ -150,8 +153,8 @@ def apply_compute_settings(transformer: WanTransformer3DModel, model: ModelConfi
 class WanPolicy:
     """A `Policy` on a `VideoModel`: guidance, encodings, reference policy and decoding, the same for all of them.
 
-    With LoRA the reference policy is the network with adapters disabled; otherwise it is a copy of the trained weights
-    that `keep_reference` makes.
+    With LoRA that began without effect the reference policy is the network with adapters disabled; otherwise it is a
+    copy of the trained weights that `keep_reference` makes.
 
     Args:
         networks: the model's networks, the training mode already applied to the transformer.
@@ -164,6 +167,7 @@ class WanPolicy:
         store: cache of encodings; in memory only by default.
     """
 
+    _starts_adapted = False  # adapters have an effect before training, so switching them off is not the reference
     boundary_ratio = 0.0  # noise level below which the reference policy answers; `velocity` alone asks it
 
     def __init__(
@@ -178,7 +182,7 @@ class WanPolicy:
         device: torch.device,
         store: TensorStore | None = None,
     ) -> None:
-        self.model = networks.model
+        self.model, self.identity = networks.model, networks.identity
         self.module: nn.Module = networks.transformer
         device_api.place(self.module, device)
         self.codec = networks.codec
@@ -212,6 +216,8 @@ class WanPolicy:
         settings = {"offload": model.offload} | codec_settings(model)
         networks = load_networks(video_model, model.path, DTYPES[model.dtype], device, **settings)
         apply_training_mode(networks.transformer, model)
+        if model.adapter:
+            start_from(networks.transformer, Path(model.adapter))
         apply_compute_settings(networks.transformer, model, device)
         policy = cls(
             networks,
@@ -224,6 +230,7 @@ class WanPolicy:
             store=TensorStore(Path(model.encodings) if model.encodings else None),
         )
         policy.boundary_ratio = model.boundary_ratio
+        policy._starts_adapted = bool(model.adapter)
         return policy
 
     def share_tokens(self, context: ContextParallel) -> None:
@@ -235,12 +242,12 @@ class WanPolicy:
         self.model.share(self.module, context)
 
     def keep_reference(self, *, offload: bool = False, start: nn.Module | None = None) -> None:
-        """Copy the trained weights for `reference`, to the CPU if `offload`; LoRA needs no copy.
+        """Copy the trained weights for `reference`, to the CPU if `offload`; new LoRA needs no copy.
 
         Call after the network was wrapped and placed: of sharded weights each rank copies its shard. `start` is the
         network before training, where that of the policy was trained before and all its weights count as trained.
         """
-        if not has_lora(self.module):
+        if self._starts_adapted or not has_lora(self.module):
             device = torch.device("cpu") if offload else self.device
             weights = self.trained_parameters() if start is None else start.parameters()
             self._reference = [local(parameter).to(device, copy=True) for parameter in weights]
@@ -385,7 +392,7 @@ class WanPolicy:
         Call `keep_reference` first.
         """
         weights: contextlib.AbstractContextManager[None]
-        if has_lora(self.module):
+        if has_lora(self.module) and not self._starts_adapted:
             weights = adapters_off(self.module)
         elif self._reference is None:
             raise ValueError("there is no copy of the reference policy; call keep_reference() before training")

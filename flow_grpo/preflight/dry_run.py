@@ -29,7 +29,6 @@ from flow_grpo.settings.objectives import trained_rows, trains_groups
 from flow_grpo.settings.sampling import sampling_of
 from flow_grpo.settings.schema import Config
 
-ASSUMED_RATE = 2e14  # operations per second of a device, on a machine that has none
 Tensors: TypeAlias = dict[tuple[str, str], Tensor]  # (phase of the epoch, such as "rollout", and name) -> tensor
 
 
@@ -53,7 +52,7 @@ def show_plan(config: Config, devices: int) -> None:
     limit = ASSUMED_GIB if device.type == "cpu" else device_api.memory(device)["total"]
     config, message = choose_recomputation(config, devices, limit)
     print("the plan, as tools/plan.py makes it for any device:", *([message] if message else []), sep="\n", flush=True)
-    print(report(config, devices, ASSUMED_RATE, round(limit, 1))[0], flush=True)
+    print(report(config, devices, round(limit, 1))[0], flush=True)
 
 
 def epoch_tensors(config: Config, size: tuple[int, int, int], world_size: int) -> Tensors:

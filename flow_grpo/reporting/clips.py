@@ -28,7 +28,7 @@ class Clip:
     title: str  # the condition in words
     # name -> number: rewards, and pose errors where they are measured; without those that have no value
     scores: dict[str, float]
-    of: dict[str, Any]  # what the index of videos says about the condition: condition, scene, camera, preset
+    of: dict[str, Any]  # what the index of videos says about the condition: condition, scene, camera, preset, prompt
     # the same scores before training, where they are known
     before: Mapping[str, float] = dataclasses.field(default_factory=dict)
     remark: str = ""  # what the scores are, where they are no rewards; it takes their place below the panels
@@ -146,4 +146,5 @@ def _of(condition: Condition) -> dict[str, Any]:
         "scene": condition.scene,
         "camera": condition.target_camera,
         "preset": condition.preset or "",
+        "prompt": "" if condition.target_camera else condition.prompt,
     }

@@ -1,6 +1,7 @@
 """metrics.jsonl and metrics.csv of a run: always written, readable during the run, consistent after a resume.
 
-The JSON lines are the record, one per call. The CSV is derived from them: one row per step, with all its metrics.
+The JSON lines are the record, one per call. The CSV is derived from them: one row per step, with all its metrics. It is
+rewritten as a whole only where a metric is new.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import io
 import json
 import logging
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,6 +33,7 @@ class MetricFiles:
         self._lines = folder / "metrics.jsonl"
         self._table = folder / "metrics.csv"
         self._columns = {"step": None}  # an ordered set
+        self._last = self._end = 0  # where the table's last row begins and ends
         kept = [] if resumed_step is None else self._lines_up_to(resumed_step)
         for step, metrics in kept:
             self._merge(step, metrics)
@@ -44,8 +47,17 @@ class MetricFiles:
             return False
         with self._lines.open("a") as file:
             file.write(_line(step, metrics))
+        known, latest = len(self._columns), next(reversed(self.rows), -1)
         self._merge(step, metrics)
-        self._write_table()
+        intact = self._table.exists() and self._table.stat().st_size == self._end
+        if len(self._columns) > known or step < latest or not intact:
+            self._write_table()
+            return True
+        self._last = self._last if step == latest else self._end
+        with self._table.open("r+b") as file:  # the last row alone: other ranks wait
+            file.seek(self._last)
+            self._end = self._last + file.write(self._row({"step": step, **self.rows[step]}))
+            file.truncate()
         return True
 
     def _merge(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -53,15 +65,23 @@ class MetricFiles:
         self._columns |= dict.fromkeys(metrics)
 
     def _write_table(self) -> None:
+        head = self._row({name: name for name in self._columns})
+        rows = [head, *(self._row({"step": step, **row}) for step, row in self.rows.items())]
+        write_atomically(self._table, b"".join(rows).decode())
+        self._end = sum(map(len, rows))
+        self._last = self._end - len(rows[-1])
+
+    def _row(self, values: Mapping[str, object]) -> bytes:
         text = io.StringIO()
-        writer = csv.DictWriter(text, self._columns)
-        writer.writeheader()
-        writer.writerows({"step": step, **row} for step, row in self.rows.items())
-        write_atomically(self._table, text.getvalue())
+        csv.DictWriter(text, self._columns).writerow(values)
+        return text.getvalue().encode()
 
     def _lines_up_to(self, last_step: int) -> list[tuple[int, Row]]:
         kept = []
-        lines = _read(self._lines, "make it readable") if self._lines.exists() else []
+        try:
+            lines = self._lines.read_bytes().splitlines() if self._lines.exists() else []
+        except OSError as error:
+            raise ValueError(f"{self._lines} cannot be read ({error.strerror}); make it readable") from error
         for number, text in enumerate(lines, start=1):
             record = _record(text)
             if record is None:  # a killed process may leave an incomplete line
@@ -71,27 +91,39 @@ class MetricFiles:
         return kept
 
 
+class MetricReader:
+    """A run's metrics.jsonl as it grows: every look reads what is new, without the line that is being written."""
+
+    def __init__(self, file: Path) -> None:
+        self.rows: dict[int, Row] = {}  # step -> all its metrics, NaN where a value was not finite
+        self.columns: dict[str, dict[int, float]] = {}  # metric -> its finite values by step
+        self._file, self._inode, self._at = file, 0, 0
+
+    def look(self) -> None:
+        """Take in what is new; ValueError if the file cannot be read, or holds no record at all."""
+        try:
+            with self._file.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if found.st_ino != self._inode or found.st_size < self._at:  # another file: a run that was resumed
+                    self.rows, self.columns, self._inode, self._at = {}, {}, found.st_ino, 0
+                file.seek(self._at)
+                text = file.read()
+        except OSError as error:
+            raise ValueError(f"{self._file} cannot be read ({error.strerror}); give the folder of a run") from error
+        self._at += text.rfind(b"\n") + 1
+        for step, metrics in filter(None, map(_record, text.splitlines())):
+            self.rows.setdefault(step, {}).update(metrics)
+            for name, value in metrics.items():
+                self.columns.setdefault(name, {}).update({step: value} if math.isfinite(value) else {})
+        if not self.rows:
+            raise ValueError(f"{self._file} holds no record of metrics; wait for the run's first, or give another run")
+
+
 def read_rows(file: Path) -> dict[int, Row]:
-    """Return step -> all its metrics from a run's metrics.jsonl, NaN where a value was not finite.
-
-    Lines that are no record, such as the last one of a killed or a writing run, are left out.
-
-    Raises:
-        ValueError: the file cannot be read, or holds no record at all.
-    """
-    rows: dict[int, Row] = {}
-    for step, metrics in filter(None, map(_record, _read(file, "give the folder of a run"))):
-        rows.setdefault(step, {}).update(metrics)
-    if not rows:
-        raise ValueError(f"{file} holds no record of metrics; wait for the run's first, or give another run")
-    return dict(sorted(rows.items()))
-
-
-def _read(file: Path, way_out: str) -> list[bytes]:
-    try:
-        return file.read_bytes().splitlines()
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read ({error.strerror}); {way_out}") from error
+    """Return step -> all its metrics from a run's metrics.jsonl; ValueError as of `MetricReader.look`."""
+    reader = MetricReader(file)
+    reader.look()
+    return dict(sorted(reader.rows.items()))
 
 
 def _record(text: bytes) -> tuple[int, Row] | None:

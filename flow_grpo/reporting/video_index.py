@@ -1,14 +1,15 @@
 """videos/index.jsonl of a run: one line per video, what it shows and where its panels are.
 
     {"file": "eval_000060_....mp4", "kind": "eval", "step": 60, "condition": 17, "scene": "...", "camera": "cam05",
-     "preset": "arc_left", "panels": [{"name": "source", "x": 8, "y": 26, "width": 320, "height": 240}, ...],
+     "preset": "arc_left", "prompt": "",
+     "panels": [{"name": "source", "x": 8, "y": 26, "width": 320, "height": 240}, ...],
      "scores": {"room_rot": -1.9}, "before": {"room_rot": -2.4}, "caption": "...",
      "paths": {"commanded": [[x, y, z], ...], "estimated": [...]}}
 
 `kind` is eval, train, best, worst or group; `step` the number of finished epochs; `condition` the position in the data
-set; `before` the scores before training, where they are known; a panel is called source, base (the policy before
-training), now, true view or copy N. `paths` holds camera centres in metres, null where a frame could not be located; it
-is there where an estimator has located the frames.
+set; `prompt` that of a condition without a camera; `before` the scores before training, where they are known; a panel
+is called source, base (the policy before training), now, true view or copy N. `paths` holds camera centres in metres,
+null where a frame could not be located; it is there where an estimator has located the frames.
 """
 
 from __future__ import annotations
@@ -40,11 +41,14 @@ class Box:
         return picture[..., self.y : self.y + self.height, self.x : self.x + self.width, :]
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a folder of videos in their order, without those that cannot be read; [] without any."""
+def read(folder: Path, last: int = 0) -> list[dict[str, Any]]:
+    """Return the lines of a folder of videos in their order, without those that cannot be read; [] without any.
+
+    With `last`, those among so many at the end.
+    """
     file = folder / NAME
     found = []
-    for text in file.read_bytes().splitlines() if file.is_file() else []:
+    for text in file.read_bytes().splitlines()[-last:] if file.is_file() else []:
         try:
             line = json.loads(text)
         except ValueError:

@@ -14,15 +14,15 @@ from flow_grpo.algorithm.groups.metrics import pooled
 from flow_grpo.algorithm.rollout.collector import Collector, ConditionStream
 from flow_grpo.cost.choose_recomputation import ASSUMED_GIB, choose_recomputation
 from flow_grpo.cost.forward_count import ForwardCount
-from flow_grpo.cost.plan import flops_of_rows, recomputed_share
+from flow_grpo.cost.plan import costs_of_rows
 from flow_grpo.data.dataset import ConditionDataset, make_loader
 from flow_grpo.data.splits import Split, held_out_data, training_data
 from flow_grpo.data.tiny_world import ensure_tiny_world
-from flow_grpo.judging.evaluate import Evaluator
+from flow_grpo.judging.evaluate import Evaluator, keeps_start
 from flow_grpo.judging.verdict import deciding, direction
 from flow_grpo.models.adapters import Ema
 from flow_grpo.models.policy import Policy
-from flow_grpo.models.registry import build_policy, is_video_model
+from flow_grpo.models.registry import build_policy, check_model, is_video_model
 from flow_grpo.reporting.console import Progress
 from flow_grpo.reporting.tracker import Tracker
 from flow_grpo.rewards.base import RewardSet, try_rewards
@@ -38,7 +38,7 @@ from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.sharding import on_every_call, parallelize, sent_weights, unwrap
 from flow_grpo.runtime.ranks.start_up import raise_on_all_ranks
 from flow_grpo.settings.checks import trained_rewards
-from flow_grpo.settings.errors import refusal
+from flow_grpo.settings.errors import all_of, refusal
 from flow_grpo.settings.loading import to_dict
 from flow_grpo.settings.sampling import sampling_of
 from flow_grpo.settings.schema import Config
@@ -68,10 +68,13 @@ def assemble(config: Config, spec: str, device: torch.device, world: World, ledg
     with raise_on_all_ranks(world):
         if world.is_main:
             lock.take()
-            place, served = device_api.describe(device, config.device), rewards.served()
-            count, done = world.all.size, state.finished
             lines = starts.record(
-                run_folder, given, spec, checkpoint, epoch=done, ranks=count, device=place, served=served
+                *(run_folder, given, spec, checkpoint),
+                epoch=state.finished,
+                ranks=world.all.size,
+                device=device_api.describe(device, config.device),
+                served=rewards.served(),
+                identity=state.identity,
             )
             print("\n".join(lines), end="\n" if lines else "", flush=True)
         tracker = _open_tracker(
@@ -138,7 +141,8 @@ def _choose_checkpointing(config: Config, device: torch.device, world: World) ->
 
 def _load(config: Config, device: torch.device, world: World) -> tuple[Split, Policy, RewardSet, Evaluator]:
     with raise_on_all_ranks(world):
-        train, held_out = splits(config, world)
+        # What is missing is told together, and before minutes of loading.
+        (train, held_out), _ = all_of([lambda: splits(config, world), lambda: check_model(config)])
         policy = build_policy(config, device)
         check_sizes(policy, train, held_out)
         rewards = parts.build_rewards(config, config.reward.weights, world)
@@ -176,9 +180,9 @@ def share_tokens(policy: Policy, context: ContextParallel) -> None:
 
 def distribute(config: Config, policy: Policy, train: Split, device: torch.device, world: World) -> RunState:
     """Distribute the policy's network and its optimizer over the ranks, and return the run's state."""
-    identity = common_identity(policy.module, config.model.trained, train, world)
+    identity = common_identity(policy, config.model.trained, train, world)
     policy.module = parallelize(policy.module, config.train.sharding, device, world)
-    if config.asks_reference:
+    if keeps_start(config, policy):
         policy.keep_reference(offload=config.model.offload)
     gathered = sent_weights(policy.module)
 
@@ -240,5 +244,5 @@ def _count_forwards(config: Config, policy: Policy, device: torch.device) -> For
     def rate() -> float:
         return 1e12 * config.device_tflops or device_api.matrix_rate(device, device_api.DTYPES[config.model.dtype])
 
-    network, share = unwrap(policy.module), recomputed_share(config)
-    return ForwardCount(network, recomputed=share, flops=flops_of_rows(config), rate=rate)
+    recomputes = config.model.checkpointing != "none"
+    return ForwardCount(unwrap(policy.module), recomputes=recomputes, costs=costs_of_rows(config), rate=rate)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from flow_grpo.judging.changes import changes_by_camera, with_intervals
 from flow_grpo.judging.evaluate import Evaluation
 from flow_grpo.judging.table import Table, means_by_camera
-from flow_grpo.judging.verdict import Verdict, abridged, best_and_worst, direction, judge, worse_by_camera
+from flow_grpo.judging.verdict import Verdict, abridged, best_and_worst, direction, judge, plainly, worse_by_camera
 from flow_grpo.reporting.console import print_before_after
 from flow_grpo.run.starts import next_commands
 from flow_grpo.runtime.atomic_file import write_atomically
@@ -81,6 +81,7 @@ def conclude(trainer: Trainer, after: Evaluation) -> None:
                 **({"floor": state.floor} if state.floor else {}),
                 "measured_on": state.measured_on,
                 "train_seconds": state.train_seconds,
+                "ended_by": trainer.ended_by,
             }
         )
         if trainer.world.is_main:
@@ -90,7 +91,9 @@ def conclude(trainer: Trainer, after: Evaluation) -> None:
     trainer.saver.wait()
     print_before_after(state.before, after.metrics, changes, trainer.run_folder, trainer.world, floor=state.floor)
     commands = next_commands(trainer.run_folder, finished=state.finished, makes_videos=trainer.makes_videos)
-    lines = [f"verdict: {verdict.in_words}", *(f"  worse for a kind of camera: {text}" for text in abridged(worse))]
+    lines = [f"ended by {trainer.ended_by} after epoch {state.finished} of {config.num_epochs}"]
+    lines += [plainly(verdict.aspects), f"verdict: {verdict.in_words}"]
+    lines += [f"  worse for a kind of camera: {text}" for text in abridged(worse)]
     lines += [f"  improved most in {measure}: {file}" for file in best_files]
     lines += [f"  improved least in {measure}: {file}" for file in worst_files]
-    trainer.progress.say("\n".join([*lines, *commands]))
+    trainer.progress.say("\n".join(filter(None, [*lines, *commands])))

@@ -109,7 +109,7 @@ def build_rewards(config: Config, weights: Mapping[str, float], world: World) ->
     """Return the rewards that `weights` names, measured in this process or by the recipe's servers."""
     servers, timeout_s = config.reward.remote, config.reward.remote_timeout
     rewards = build_reward_set(weights, data_root=config.data.root, servers=servers, timeout_s=timeout_s)
-    rewards.on_measured = world.report_progress
+    rewards.on_call = world.calls_reward
     return rewards
 
 
@@ -140,5 +140,5 @@ def build_fixed(config: Config, policy: Policy, train: Split, rewards: RewardSet
     if not count:
         return None
     own = dataclasses.replace(config.eval, num_conditions=count, guidance_scale=None, negative_prompt=None, videos=0)
-    sampling = dataclasses.replace(sampling_of(config), seed=key("fixed conditions"), record=False)
+    sampling = dataclasses.replace(sampling_of(config), seed=key("fixed conditions"), record=False, window_groups=1)
     return Evaluator(policy, train, rewards, None, dataclasses.replace(config, eval=own), world, sampling)

@@ -15,7 +15,8 @@ from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.data.splits import Split
 from flow_grpo.judging.table import Table
-from flow_grpo.models.adapters import Ema, load_trained_state, trained_parameters
+from flow_grpo.models.adapters import Ema, has_lora, load_trained_state, trained_parameters
+from flow_grpo.models.policy import Policy
 from flow_grpo.run.saved_state import Learned, OfRank, Shared, check_saved
 from flow_grpo.run.tail_check import TailRecord
 from flow_grpo.runtime import device as device_api
@@ -180,7 +181,7 @@ class RunState:
 
 
 @torch.no_grad()
-def load_weights(path: Path, module: nn.Module, trained: str) -> None:
+def load_weights(path: Path, policy: Policy, trained: str) -> None:
     """Load a checkpoint's weights into an unsharded network: the moving average where there is one.
 
     The data that it was trained on is not checked; `trained` is the mode `model.trained`.
@@ -188,7 +189,8 @@ def load_weights(path: Path, module: nn.Module, trained: str) -> None:
     Raises:
         ValueError: damaged, or of another model or training mode.
     """
-    identity = checkpoint.identity_of(path) | {"model": fingerprint(module), "trained": trained}
+    module = policy.module
+    identity = checkpoint.identity_of(path) | model_identity(policy, trained)
     found = checkpoint.load(path, identity=identity, world=World())
     stems = [path / f"rank_{rank}" for rank in range(found.world_size)]
     learned = found.state.get("learned") or join_shards(stems, "learned", lambda _, values: values)
@@ -199,11 +201,19 @@ def load_weights(path: Path, module: nn.Module, trained: str) -> None:
             parameter.copy_(learned["ema"][str(place)])
 
 
-def common_identity(module: nn.Module, trained: str, data: Split, world: World) -> dict[str, str]:
+def common_identity(policy: Policy, trained: str, data: Split, world: World) -> dict[str, str]:
     """Return the fingerprints of model and data, which every rank must share (collective call)."""
-    identity = {"model": fingerprint(module), "trained": trained, "data": data.fingerprint()}
-    identity[checkpoint.FILES] = data.contents()
+    identity = model_identity(policy, trained) | {"data": data.fingerprint(), checkpoint.FILES: data.contents()}
     world.all.check_equal(str(identity), "model and data")
+    return identity
+
+
+def model_identity(policy: Policy, trained: str) -> dict[str, str]:
+    """Return what trained weights of the mode `trained` belong to: network, scale of adapters, every part's files."""
+    identity = {"model": fingerprint(policy.module), "trained": trained, **getattr(policy, "identity", {})}
+    if has_lora(policy.module):  # no tensor holds it
+        network: Any = policy.module
+        identity["lora_alpha"] = str(network.peft_config["default"].lora_alpha)
     return identity
 
 

@@ -110,35 +110,30 @@ def rewards_in_words(spec: str, config: Config) -> str:
     return f"rewards and their weights: {', '.join(parts)}{way_out}"
 
 
-def record(
-    run_folder: Path,
-    config: Config,
-    spec: str,
-    checkpoint: Path | None,
-    *,
-    epoch: int,
-    ranks: int,
-    device: str,
-    served: Mapping[str, str],
-) -> list[str]:
-    """Write the record of a start after so many finished epochs; for one process only.
+def record(run_folder: Path, config: Config, spec: str, checkpoint: Path | None, **facts: Any) -> list[str]:
+    """Write the record of a start; for one process only.
 
-    `spec` is "FILE:RECIPE", `device` that of rank 0 in words, `served` reward -> model and version of its server.
-    Returned is a line for each reward that another model or version computed as the run began.
+    `spec` is "FILE:RECIPE". `facts` are `epoch`, the number of finished ones, `ranks`, `device`, that of rank 0 in
+    words, `served`, reward -> model and version of its server, and `identity`, that of the state's checkpoints; how
+    many nodes there are stands in the environment. Returned is a line for each reward that another model or version
+    computed as the run began.
     """
     folder = run_folder / STARTS
     folder.mkdir(parents=True, exist_ok=True)
+    ranks, nodes = facts["ranks"], "--standalone"
+    on_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if on_node < ranks:
+        nodes = f"--nnodes={ranks // on_node} --node_rank=R --master_addr=HOST --master_port=29500"
+    launcher = f"torchrun {nodes} --nproc_per_node={on_node}" if ranks > 1 else "python"
     start = {
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "command": shlex.join(sys.argv),
         "recipe": spec,
+        "go_on": f"{launcher} train_grpo.py --config {shlex.quote(spec)} {going_on(run_folder)}",
         "checkpoint": str(checkpoint or ""),
-        "epoch": epoch,
-        "ranks": ranks,
-        "device": device,
+        **facts,
         "commit": commit(),
         "python": sys.version.split()[0],
-        "served": dict(served),
         "versions": {facts["Name"]: facts["Version"] for facts in (found.metadata for found in distributions())},
         "config": to_dict(config),
     }
@@ -150,7 +145,7 @@ def record(
     write_atomically(folder / f"{number:03d}.json", json.dumps(start, indent=1))
     return [
         f"warning: reward {name} is now computed by {now}, as the run began by {before[name]}: its values may differ"
-        for name, now in served.items()
+        for name, now in facts["served"].items()
         if before.get(name, now) != now
     ]
 
@@ -162,31 +157,48 @@ def begin(run_folder: Path) -> None:
         write_atomically(run_folder / CONFIG, json.dumps(start["config"], indent=1))
 
 
+def end(run_folder: Path, why: str) -> None:
+    """Write into the record of the latest start why it ended, if there is one. For one process only."""
+    if files := _start_files(run_folder):
+        record = read_json_object(files[-1], "remove it") | {"ended_by": why}
+        write_atomically(files[-1], json.dumps(record, indent=1))
+
+
 def configuration_of(run_folder: Path, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration that a run trained with last, with `overrides` as in `load_config` on top."""
     if not (run_folder / CONFIG).is_file():
-        raise ValueError(f"--run {run_folder} has no {CONFIG}, must be the folder of a run, such as outputs/first")
+        raise ValueError(f"{run_folder} has no {CONFIG}, must be the folder of a run, such as outputs/first")
     return from_dict(read_json_object(run_folder / CONFIG, "restore it"), overrides)
+
+
+def checkpoint_configuration(checkpoint: Path, overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration of the run whose folder a checkpoint is in, as `configuration_of`."""
+    if not checkpoint.is_dir():
+        raise ValueError(f"--checkpoint {checkpoint} is no folder, must be one of outputs/NAME/{CHECKPOINTS}")
+    return configuration_of(_run_of(str(checkpoint), checkpoint.parent.parent), overrides)
+
+
+def other_parts(run_folder: Path, identity: Mapping[str, str]) -> str:
+    """Return the warning that parts of a model are not those that a run was trained with; "" where they are."""
+    trained = (_latest(run_folder) or {}).get("identity", {})
+    others = [part for part, known in identity.items() if trained.get(part, known) != known]
+    text = f"warning: not the {', '.join(others)} that {run_folder} was trained with: the results are not the run's"
+    return text if others else ""
 
 
 def next_commands(run_folder: Path, *, finished: int = 0, makes_videos: bool = True) -> list[str]:
     """Return lines with the commands that use, measure and continue a run; [] without a record of its start.
 
-    For a process of the run: whether it has several nodes stands in its environment. `makes_videos` says whether
-    tools/generate.py can make videos with its model, `finished` how many epochs it has, those of a run before included.
+    `makes_videos` says whether tools/generate.py can make videos with its model, `finished` how many epochs it has,
+    those of a run before included.
     """
     start = _latest(run_folder)
     if start is None:
         return []
-    config, ranks = start["config"], start["ranks"]
-    on_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    nodes = "--standalone"
-    if on_node < ranks:
-        nodes = f"--nnodes={ranks // on_node} --node_rank=R --master_addr=HOST --master_port=29500"
-    launcher = f"torchrun {nodes} --nproc_per_node={on_node}" if ranks > 1 else "python"
-    again = f"{launcher} train_grpo.py --config {shlex.quote(start['recipe'])} {going_on(run_folder)}"
-    further = f"{again} --config.num_epochs={2 * max(1, config['num_epochs'], finished)}"
-    further += " --config.max_minutes=0" if config["max_minutes"] else ""
+    config, again = start["config"], start["go_on"]
+    further = f"{again} --config.max_minutes=0" if config["max_minutes"] else again
+    if finished >= config["num_epochs"]:  # else the minutes ended it
+        further += f" --config.num_epochs={2 * max(1, finished)}"
     place, evaluation = (shlex.quote(str(path)) for path in (run_folder, run_folder / "evaluation"))
     use = f"python tools/generate.py --run {place}"
     lines = []

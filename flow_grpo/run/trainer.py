@@ -45,7 +45,7 @@ from flow_grpo.run import tail_check
 from flow_grpo.run.conclusion import alarm, conclude, rings
 from flow_grpo.run.run_state import RunState
 from flow_grpo.run.saver import Saver
-from flow_grpo.run.starts import CONFIG, begin, going_on
+from flow_grpo.run.starts import CONFIG, begin, end, going_on
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
 from flow_grpo.runtime.clock import Clock, Ledger
@@ -90,7 +90,7 @@ class Trainer:
         )
         self.gallery = Gallery(self.tracker, self.run_folder)
         self.metrics: dict[str, float] = {}
-        self.end, self.ended_by = EndRequest(), ""
+        self.end, self.ended_by = EndRequest(), "num_epochs"  # or max_minutes, a signal, an error
         self._evaluated: tuple[int, Evaluation] | None = None
         self._reward_signal: Signal | None = None
         self._sampler_at_update: dict[str, Any] = self.state.sampler.state_dict()
@@ -118,12 +118,16 @@ class Trainer:
             try:
                 if self.world.is_main and not (self.run_folder / CONFIG).exists():
                     begin(self.run_folder)
+                sample, ranks = self.config.sample, self.world.data.size
+                held, updates = ranks * sample.expanded_batch_size, self.config.train.updates_per_epoch
+                of_groups = f"{held // sample.k} conditions x {sample.k} copies"
+                self.progress.say(f"an epoch on {ranks} rank(s): {held} samples, {of_groups}, in {updates} update(s)")
                 self.progress.say(f"run folder: {self.run_folder}")
                 self.train()
-                if self.ended_by:
-                    self.leave()
-                else:
+                if self.ended_by in ("num_epochs", "max_minutes"):
                     self.finish()
+                else:
+                    self.leave()
                 process_group.shut_down(self.world)
             except RunStoppedError as error:
                 code = self.stop(error)
@@ -168,9 +172,10 @@ class Trainer:
             # By rank 0's clock, and by the first rank with a signal: all must end together.
             seconds = 60 * self.config.max_minutes
             if seconds and self.world.broadcast_text(str(self.state.train_seconds >= seconds)) == "True":
+                self.ended_by = "max_minutes"
                 break
-            self.ended_by = next(filter(None, self.world.all.gather_text(self.end.signal)), "")
-            if self.ended_by:
+            if signals := [*filter(None, self.world.all.gather_text(self.end.signal))]:
+                self.ended_by = signals[0]
                 break
             if epoch == first and self.world.is_main:
                 begin(self.run_folder)
@@ -346,7 +351,8 @@ class Trainer:
             self.progress.say(f"before training: {_in_words(self.state.before)}")
             decide = deciding(first.metrics, self.evaluator.names, trained_rewards(self.config))
             spreads = power.measured_spreads(first.table, decide)
-            self.progress.say(power.in_words(spreads, len(self.evaluator.indices), self.evaluator.scenes))
+            ranks, conditions = self.world.data.size, len(self.evaluator.indices)
+            self.progress.say(power.in_words(spreads, conditions, self.evaluator.scenes, ranks))
             heard = self._reward_signal
             if heard and heard.absent and self.config.doctor != "off" and self.config.num_epochs:
                 raise NoSignalError(heard.without_value)
@@ -382,7 +388,9 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Log the seconds that are in no record yet, and close the trackers."""
+        """Record why the run ended, log the seconds that are in no record yet, and close the trackers."""
+        if self.world.is_main:
+            end(self.run_folder, self.ended_by)
         self.ledger.book("time/finish_s")
         self.tracker.log({"time/finish_s": sum(self.ledger.take().values())}, self.state.finished)
         self.tracker.close()
@@ -393,6 +401,7 @@ class Trainer:
             self.state.sampler.load_state_dict(self._sampler_at_update)
         if error.save:
             self.save()
+        self.ended_by = f"{type(error).__name__} ({error})"
         self.close()
         return refuse(error, self.world)
 

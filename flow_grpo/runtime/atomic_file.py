@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -30,13 +31,28 @@ def temporary_path(target: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.tmp-{uuid.uuid4().hex}")
     try:
-        yield temporary
+        with naming(target):
+            yield temporary
     finally:
         with contextlib.suppress(OSError):  # must not hide the error of the writer
             if temporary.is_dir():
                 shutil.rmtree(temporary)
             else:
                 temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Let the error of a full disk name `file`, which is written inside, and the way out; others pass through."""
+    try:
+        yield
+    except Exception as error:
+        # A failed write names no file, and safetensors raises an error of its own.
+        full = getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT) or "(os error 28)" in str(error)
+        if full and not getattr(error, "filename", None):
+            text = "No space left on device; free some there, or set output_root to another disk"
+            raise OSError(errno.ENOSPC, text, str(file)) from None
+        raise
 
 
 def replace_folder(made: Path, target: Path) -> None:

@@ -16,6 +16,7 @@ import platform
 import re
 import sys
 import time
+import types
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -132,7 +133,9 @@ def load_plug_in() -> str:
             os.environ.setdefault(variable, value)
     try:
         importlib.import_module("torch_npu")
-    except Exception as error:  # noqa: BLE001 - without its libraries it raises errors of many types
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - without its libraries it raises errors of many types, or exits
         hide_plug_in(
             f"torch_npu is installed but cannot be loaded ({_reason(error)}): {_start_npu()}; torch must be the CPU "
             "build of the same version"
@@ -142,8 +145,12 @@ def load_plug_in() -> str:
 
 
 def hide_plug_in(why: str) -> None:
-    """Make torch_npu look not installed to every library that is imported from now on."""
+    """Make torch_npu look not installed to torch, and to every library that is imported from now on."""
     _hidden["torch_npu"] = why
+    if hasattr(torch, "npu"):  # registered before its import failed: torch and diffusers would ask it
+        vars(torch)["npu"] = types.SimpleNamespace(
+            is_available=lambda: False, device_count=lambda: 0, _is_in_bad_fork=lambda: True, manual_seed_all=id
+        )
     sys.modules["torch_npu"] = None  # type: ignore[assignment]  # Python's mark for "do not import"
 
 
@@ -388,10 +395,11 @@ def _problems() -> dict[str, str]:
     """Say of each kind why it cannot be used on this machine, "" if it can."""
     npu, cuda = load_plug_in(), ""
     try:
-        if not npu and not _module("npu").is_available():
+        if not npu and not (_module("npu").is_available() and _module("npu").device_count()):
             npu = "torch_npu sees no device (look at `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES)"
     except Exception as error:  # noqa: BLE001 - as in load_plug_in
         npu = f"torch_npu cannot look for devices ({_reason(error)}): {_start_npu()}"
+        hide_plug_in(npu)
     if not torch.backends.cuda.is_built():
         cuda = "this build of torch has no CUDA support"
     elif not torch.cuda.is_available():
@@ -420,7 +428,7 @@ def _start_npu() -> str:
     )
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 

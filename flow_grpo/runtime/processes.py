@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import NoReturn
+
+from flow_grpo.runtime.atomic_file import write_atomically
 
 
 def start_program() -> None:
@@ -31,18 +36,32 @@ def launch(main: Callable[..., int], begun: float | None = None) -> NoReturn:
     """Run a training program's `main(begun=...)` and exit with the code that it returns.
 
     The process began at `begun`, by `time.perf_counter`. After an error the interpreter's shutdown is skipped, which
-    can abort or hang while a process group is up.
+    can abort or hang while a process group is up. The trace of an error is printed where it helps: on the rank that
+    failed, unless it names a file that could not be used.
     """
     start_program()
     try:
         code = main(begun=begun)
-    except (Exception, KeyboardInterrupt):  # noqa: BLE001 - printed; the exit code tells the launcher
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - printed; the exit code tells the launcher
         try:
-            traceback.print_exc()
+            own = error.__cause__ if type(error).__name__ == "RankError" else error
+            if own is not None and not getattr(own, "filename", ""):
+                traceback.print_exception(own)
+            say_last(getattr(error, "last_line", f"{type(error).__name__}: {error}"))
             sys.stdout.flush()
         finally:
             os._exit(1)
     sys.exit(code)
+
+
+def say_last(cause: str) -> None:
+    """Print why this process ends in one line, and leave it to torchrun for the end of its own report."""
+    line = " ".join(cause.split())
+    sys.stderr.write(f"error: {line}\n")
+    sys.stderr.flush()
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        about = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
+        write_atomically(Path(report), json.dumps({"message": about}))
 
 
 def live_as_long_as_the_parent() -> None:

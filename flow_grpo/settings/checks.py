@@ -6,6 +6,7 @@ import difflib
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from pathlib import PurePath
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from flow_grpo.maths.reward_rules import weights_at
 from flow_grpo.maths.schedule import flow_sigmas, windows
 from flow_grpo.maths.sde import coefficients
-from flow_grpo.settings.errors import refusal
+from flow_grpo.settings.errors import all_of, refusal
 from flow_grpo.settings.objectives import trained_rows, trains_groups, traits_of
 from flow_grpo.settings.schema import Config, RewardConfig
 
@@ -52,6 +53,9 @@ RULES: tuple[Rule, ...] = (
      "needs training scenes that are set aside, and data.tune_scenes is 0", "pass --config.data.tune_scenes=16"),
     ("model.lora_targets", lambda c: c.model.trained == "lora" and not c.model.lora_targets,
      "must match the modules to adapt while model.trained is 'lora'", "or pass --config.model.trained=camera"),
+    ("model.adapter", lambda c: c.model.adapter and (c.model.trained != "lora" or c.model.boundary_ratio),
+     "must be empty unless model.trained is 'lora' and model.boundary_ratio 0: it is what adapters start from",
+     "pass --config.model.adapter=, or a model.path that holds the starting weights"),
     ("model.vae_tiles", lambda c: c.model.vae_tiles != "diffusers" and not c.model.vae_tiling,
      "has no effect while model.vae_tiling is false", "pass --config.model.vae_tiling=true"),
     ("model.checkpointing", lambda c: c.model.compile and c.model.checkpointing == "keep_attention",
@@ -109,7 +113,7 @@ def check(config: Config) -> None:
     """Refuse combinations that cannot work whatever the number of ranks.
 
     Raises:
-        ConfigError: for the first such combination.
+        ConfigError: for all such combinations.
     """
     numbers = {
         "last_step": config.sample.num_steps - 2,
@@ -118,15 +122,14 @@ def check(config: Config) -> None:
         "what": "groups" if trains_groups(config) else "samples",
         "least_wait": 1.5 * config.distributed.silent_s,
     }
-    for knob, refused, bound, way_out in RULES:
+
+    def keep(knob: str, refused: Callable[[Config], object], bound: str, way_out: str) -> None:
         if refused(config):
             text = f"{bound}; {way_out}".format(**vars(config), **numbers)
             raise refusal(knob, attrgetter(knob)(config), text)
-    _check_stochastic_steps(config)
-    _check_rewards(config)
-    _check_signal(config)
-    _check_gold(config)
-    traits_of(config).forbids(config)
+
+    checks = (_check_stochastic_steps, _check_rewards, _check_signal, _check_gold, traits_of(config).forbids)
+    all_of([*(partial(keep, *rule) for rule in RULES), *(partial(check, config) for check in checks)])
     _warn(config)
 
 
@@ -149,7 +152,10 @@ def check_world(config: Config, world_size: int) -> None:
         enough = unit * math.ceil(sample.train_batch_size / unit)
         text = f"{world_size} rank(s) x {sample.train_batch_size} = {rows} samples a batch are no whole groups of "
         text += f"sample.k={sample.k}, must be a multiple of {unit} on {world_size} rank(s); "
-        text += f"pass --config.sample.train_batch_size={enough}"
+        least = sharing * sample.k // math.gcd(sample.k, sample.train_batch_size)  # ranks that hold whole groups
+        below = sharing * world_size // least * least
+        start = f"{below} or {below + least}" if below else str(least)
+        text += f"start {start} rank(s), or pass --config.sample.train_batch_size={enough}"
         raise refusal("sample.train_batch_size", sample.train_batch_size, text)
     groups = sample.num_batches_per_epoch * rows // sample.k
     if sample.layout == "contiguous" and groups % world_size:

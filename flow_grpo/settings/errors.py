@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
+from typing import Any
 
 
 class ConfigError(ValueError):
@@ -17,6 +19,21 @@ class RunStoppedError(ValueError):
 
     rewind = True  # a resumed run samples the epoch in progress again
     save = True  # the finished epochs are saved
+
+
+def all_of(checks: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Return what the checks return; ConfigError that says at once, in one line, what several of them refuse."""
+    found, refused = [], []
+    for check in checks:
+        try:
+            found.append(check())
+        except ValueError as error:
+            refused.append(error)
+    if len(refused) > 1:
+        raise ConfigError("; AND ".join(map(str, refused))) from refused[0]
+    if refused:
+        raise refused[0]
+    return found
 
 
 def _starred(word: re.Match[str]) -> str:

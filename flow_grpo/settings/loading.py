@@ -93,7 +93,7 @@ def _validated(values: dict[str, Any]) -> Config:
     try:
         return SCHEMA.validate_python(values)
     except ValidationError as error:
-        raise _refused(error.errors()[0]) from None
+        raise ConfigError("; AND ".join(str(_refused(found)) for found in error.errors())) from None
 
 
 def to_dict(config: Config) -> dict[str, Any]:

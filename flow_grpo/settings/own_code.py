@@ -41,7 +41,7 @@ def load_own(knob: str, name: str, *kinds: type) -> Any:
         )
     try:
         module = _imported_once(file.resolve())
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise refusal(
             knob, name, f"must be a file that can be run, {why_it_fails(path, file, error)}; correct it"
         ) from error

@@ -42,10 +42,11 @@ class Sampling:
     # network that all ranks must call equally often; None makes as many as are needed.
     calls: tuple[int, int] | None = None
     command_spread: tuple[float, float] = (0.0, 0.0)  # metres and degrees, see `sample.command_spread`
+    window_groups: int = 1  # neighbouring groups with the same window
 
     def window_of(self, gid: int) -> tuple[int, ...]:
         """Return the stochastic steps of a group, the same on every rank; none where the ODE is sampled."""
-        return window_of(gid, self.blocks, seed=self.seed) if self.blocks else ()
+        return window_of(gid // self.window_groups, self.blocks, seed=self.seed) if self.blocks else ()
 
     def windows(self, gids: Iterable[int]) -> list[tuple[int, ...]]:
         """Return the stochastic steps of each of these groups."""
@@ -71,6 +72,7 @@ def sampling_of(config: Config) -> Sampling:
         same_initial_noise=sample.same_initial_noise,
         command_spread=sample.command_spread,
         blocks=blocks,
+        window_groups=sample.window_groups,
         tails=tail_levels(sigmas, sample.tail_steps) if sample.tail_steps else None,
         record=traits_of(config).replays_steps,
         calls=calls,

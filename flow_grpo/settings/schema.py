@@ -113,6 +113,7 @@ class ModelConfig(Section):
         "regular expression that matches the whole names of the modules to adapt; the default is self-attention",
     )
     lora_full_modules: tuple[Text, ...] = knob(("cam_encoder",), "last names of further modules, trained in full")
+    adapter: Place = knob("", "adapter to start from: a run's folder adapter/, or LoRA of others, a .safetensors file")
     boundary_ratio: Float = knob(
         0.0,
         "noise level below which the starting weights answer, as in diffusers' WanPipeline; 0 nowhere",
@@ -166,6 +167,9 @@ class SampleConfig(Section):
         "stochastic, trained steps of a sample: one of the blocks of so many consecutive steps that sde_steps is cut "
         "into, drawn per group; 0 takes all",
         ge=0,
+    )
+    window_groups: Int = knob(
+        1, "neighbouring groups that share a window: with as many as ranks, none waits for another's later window", ge=1
     )
     tail_steps: Int = knob(
         0,

@@ -82,6 +82,10 @@ def test_the_copies_of_a_group_share_their_window_on_every_rank_and_over_batches
     drawn = [collector(World.of(Group(rank, 2)), ToyPolicy(), train_batch_size=4).sampling for rank in range(2)]
     assert [drawn[0].window_of(gid) for gid in range(20)] == [drawn[1].window_of(gid) for gid in range(20)]
     assert {drawn[0].window_of(gid) for gid in range(2)} == {(1, 2), (3, 4)}
+    together = dataclasses.replace(drawn[0], window_groups=3)
+    assert [together.window_of(gid) for gid in range(9)] == [
+        drawn[0].window_of(gid) for gid in (0, 1, 2) for _ in "abc"
+    ]
     batch, *_ = collector(World(), ToyPolicy(), debug=False, train_batch_size=8).collect(Clock(torch.device("cpu")))
     steps = {gid: set() for gid in batch.samples.keys[:, 0].tolist()}
     for gid, row in zip(batch.samples.keys[:, 0].tolist(), batch.samples.trajectory.steps.tolist(), strict=True):

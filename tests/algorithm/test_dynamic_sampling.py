@@ -130,6 +130,8 @@ def test_a_group_with_two_missing_values_is_left_out_whole():
     results = scenario([*kinds, ["valid"] + ["flat"] * 15])
     check_all(results)
     metrics = results[0]["metrics"]
+    why = scenario([kinds[2]] * 4)[0]["lines"][1]
+    assert "15 of 16 groups flat, 1 incomplete: scripted ranges over 0 " in why and "2 copies have no value" in why
     assert (metrics["dyn/pool_samples"], metrics["dyn/fallback"]) == (60, 1.0)
     # The original batch is trained on: its 48 valid samples, and 16 without a signal.
     assert (metrics["dyn/discarded_valid"], metrics["dyn/padded_samples"]) == (12, 16)
@@ -140,6 +142,7 @@ def test_rank_0_prints_the_rounds_once_and_every_rank_its_own_lines():
     printed = [line for line in results[0]["lines"] if line.startswith("[DynSample] ")]
     assert printed == [
         "[DynSample] Initial batch: collected 48/64 valid samples globally",
+        "[DynSample] Why: 4 of 16 groups flat, 0 incomplete: scripted ranges over 0 at most, more than 0.0001 counts",
         "[DynSample] Resample #1/3: global_collected=48/64, need 16 more",
         "[DynSample] Resample #2/3: global_collected=56/64, need 8 more",
         "[DynSample] Resample #3/3: global_collected=60/64, need 4 more",
@@ -163,6 +166,7 @@ def test_every_rank_prints_its_slice_of_a_full_pool():
     results = scenario([14, 4])
     assert results[0]["lines"] == [
         "[DynSample] Initial batch: collected 56/64 valid samples globally",
+        "[DynSample] Why: 2 of 16 groups flat, 0 incomplete: scripted ranges over 0 at most, more than 0.0001 counts",
         "[DynSample] Resample #1/3: global_collected=56/64, need 8 more",
         "[DynSample-SYNC] Rank 0: Fetching new batch for resample #1",
         "[DynSample-SYNC] Rank 0: After resample #1, global_pool=64/64",

@@ -9,12 +9,11 @@ import torch
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.compare import Chosen
 from flow_grpo.algorithm.groups.subset import narrow
-from flow_grpo.algorithm.rollout.shared_step import dealt
 from flow_grpo.algorithm.update.objective import GrpoObjective, OldPolicy
 from flow_grpo.maths.advantages import CombinedAdvantages
 from flow_grpo.records import Samples, ScoredBatch
 from flow_grpo.runtime.clock import Clock
-from flow_grpo.runtime.ranks.exchange import owners
+from flow_grpo.runtime.ranks.exchange import dealt, owners
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.sharding import parallelize
 from flow_grpo.settings.sampling import Sampling
@@ -43,6 +42,11 @@ def test_groups_are_dealt_evenly_to_ranks_that_hold_copies_however_these_are_shu
     found = owners(held)
     assert Counter(found.values()) == dict.fromkeys(range(ranks), each)
     assert all(gid in held[rank] for gid, rank in found.items())
+
+
+def test_of_neighbours_that_all_ranks_hold_copies_of_each_rank_makes_one():
+    found = owners([[*range(12)]] * 4)
+    assert [sorted(found[gid] for gid in range(first, first + 4)) for first in (0, 4, 8)] == [[0, 1, 2, 3]] * 3
 
 
 def test_fewer_groups_than_ranks_leave_some_a_group_of_another_s_without_weight():

@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo.cost.footprint import count_network, footprint, peak_bytes, saved_bytes
 from flow_grpo.models.adapters import apply_training_mode, trained_parameters
@@ -48,6 +50,26 @@ def test_bytes_saved_for_the_backward_are_those_of_a_real_forward(trained, name,
     assert planned.tokens == 2 * 3 * 8 * 8
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "blocks"])
+@pytest.mark.parametrize("trained", ["lora", "camera", "attention", "full"])
+def test_operations_of_an_update_are_those_that_torch_counts_on_a_real_network(trained, checkpointing):
+    model = dataclasses.replace(LORA, dtype="fp32", trained=trained, lora_rank=8, checkpointing=checkpointing)
+    planned = footprint(RECAM, MIDDLE, SHAPE, model, rows=2)
+    network = ReCamTransformer3DModel(**MIDDLE)
+    apply_training_mode(network, model)
+    set_checkpointing(network, checkpointing)
+    inputs = (torch.randn(2, 4, 6, 16, 16), torch.full((2,), 500.0), torch.randn(2, 8, MIDDLE["text_dim"]))
+    inputs += (torch.randn(2, 3, 12),)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        with torch.no_grad():
+            network(*inputs)
+        forward = counter.get_total_flops()
+        network(*inputs)[0].sum().backward()
+    assert planned.forward_flops == forward
+    assert planned.train_flops + planned.recomputed_flops == counter.get_total_flops() - forward
+    assert planned.recomputed_flops == (0 if checkpointing == "none" else pytest.approx(forward, rel=0.15))
+
+
 def test_the_real_model_has_its_published_size_and_cost():
     model = dataclasses.replace(LORA, dtype="bf16", lora_rank=64, checkpointing="blocks", max_prompt_tokens=512)
     real = footprint(RECAM, WAN_1_3B, (16, 21, 60, 104), model, rows=1)
@@ -55,6 +77,9 @@ def test_the_real_model_has_its_published_size_and_cost():
     assert real.parameters == 1_490_420_800
     assert real.trained == pytest.approx(23.6e6 + 0.6e6, rel=0.01)
     assert real.forward_flops / 1e12 == pytest.approx(955, rel=0.005)
+    # Frozen weights need no gradient: an update is no 3 forwards, and none of 4 where blocks are recomputed.
+    assert real.train_flops / real.forward_flops == pytest.approx(2.8, abs=0.03)
+    assert real.recomputed_flops / real.forward_flops == pytest.approx(1.0, abs=0.01)
     assert real.kept_bytes / 2**30 == pytest.approx(5.8, rel=0.01)  # 29.5 block boundaries of 201 MB
     assert 3 < real.block_bytes / 2**30 < 8
     whole = dataclasses.replace(model, trained="attention")
@@ -71,6 +96,7 @@ def test_attention_that_is_kept_costs_its_outputs_and_spares_its_operations():
     assert found.kept_bytes - without.kept_bytes == outputs + sums
     assert found.attention_flops == 4 * 2 * blocks * width * tokens * (tokens + 512)
     assert found.attention_flops / found.forward_flops == pytest.approx(0.82, abs=0.01)
+    assert without.recomputed_flops - found.recomputed_flops == found.attention_flops
 
 
 @pytest.mark.parametrize("trained", ["lora", "full"])

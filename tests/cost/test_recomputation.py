@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from flow_grpo.cost.choose_recomputation import choose_recomputation
-from flow_grpo.cost.plan import make_plan, recomputed_share
+from flow_grpo.cost.plan import costs_of_rows, make_plan
 from flow_grpo.settings.errors import ConfigError
 from flow_grpo.settings.loading import load_config
 
@@ -43,18 +43,17 @@ def test_what_was_decided_stays_and_a_policy_of_one_s_own_recomputes_blocks():
     assert choose_recomputation(decided, 8, 1.0) == (decided, "")
     own = config(f"model.kind={ROOT}/tests/cost/test_recomputation.py:config", "model.checkpointing=auto")
     assert choose_recomputation(own, 8, 64.0)[0].model.checkpointing == "blocks"
-    assert recomputed_share(own) == 1.0
+    assert costs_of_rows(own) is None
 
 
 def test_keeping_attention_saves_its_share_of_the_recomputation():
     modes = ("none", "keep_attention", "blocks")
     plans = {mode: make_plan(config(f"model.checkpointing={mode}"), 8, 2e14) for mode in modes}
-    shares = [recomputed_share(config(f"model.checkpointing={mode}")) for mode in modes]
-    assert shares[0] == 0 and shares[2] == 1 and shares[1] == pytest.approx(0.18, abs=0.01)
     assert plans["none"].update_gib > plans["keep_attention"].update_gib > plans["blocks"].update_gib
-    one = plans["blocks"].update_s / 4
-    for mode, share in zip(modes, shares, strict=True):
-        assert plans[mode].update_s == pytest.approx((3 + share) * one)
+    kept, recomputed = (plans[mode].update_forwards - plans["none"].update_forwards for mode in modes[1:])
+    assert (kept, recomputed) == (pytest.approx(0.18, abs=0.01), pytest.approx(1.0, abs=0.01))
+    for plan in plans.values():
+        assert plan.update_s == pytest.approx(plan.update_forwards * plan.forward_tflop / 200)  # of a group
 
 
 def test_a_compiled_block_hides_its_attention():

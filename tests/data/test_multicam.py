@@ -1,6 +1,7 @@
 """A dataset in MultiCamVideo layout becomes the same conditions on every machine, or a clear refusal."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -285,6 +286,15 @@ def test_caption_files_may_name_the_folder_and_start_with_a_byte_order_mark(root
     file = root / "val" / "10basic_trajectories" / "metadata.csv"
     file.write_text("file_name,text\n" + rows, encoding="utf-8-sig")
     assert second_camera(root).prompt == "it is cam02"
+
+
+def test_a_start_asks_the_file_system_once_about_every_video(original, monkeypatch):
+    asked, stat = [], os.stat
+    monkeypatch.setattr(os, "stat", lambda path, **words: (asked.append(str(path)), stat(path, **words))[1])
+    data = open_split(original)
+    data.contents()
+    videos = [str(scene.video(camera)) for scene in data.scenes for camera in scene.cameras]
+    assert sorted(path for path in asked if path.endswith(".mp4")) == sorted(videos)
 
 
 @pytest.mark.parametrize("above", ["", "val/"])

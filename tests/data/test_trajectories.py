@@ -16,6 +16,7 @@ from flow_grpo.data.trajectories import (
     read_source_path,
 )
 from flow_grpo.data.video_io import fit_video
+from flow_grpo.maths.benchmarks import preset_at_own_speed
 from flow_grpo.maths.poses import PRESETS, pose, preset_path, rotation_angle_deg, rotation_matrix
 from flow_grpo.runtime.video_file import write_video
 from tests.data.cases import clip, refusal
@@ -53,6 +54,14 @@ def test_a_magnitude_scales_translation_and_rotation():
     assert torch.equal(motion("zoom_in", 1), EYE[None])
 
 
+def test_a_preset_per_frame_moves_at_the_speed_of_81_frames_as_the_code_of_redirector():
+    assert torch.allclose(motion("pan_left:per_frame", 41), motion("pan_left:0.5", 41), atol=1e-9)
+    assert torch.allclose(motion("zoom_in : per_frame", 161), motion("zoom_in:2", 161), atol=1e-9)
+    assert torch.equal(motion("arc_left:per_frame", 49), preset_at_own_speed("arc_left", 49))  # bends a little
+    got = refusal(lambda: motion("pan_left+arc_left:per_frame", 5))
+    assert "magnitude 'per_frame', must be a number" in got and "per_frame alone" in got
+
+
 def test_combined_motions_add_their_translations_and_rotation_vectors_in_any_order():
     path = motion("zoom_in:0.5+arc_left+tilt_up:2", 5)
     assert torch.allclose(path[-1], at((-1.988, 0, 0.994 + 0.533), (19.88, 29.82, 0)), atol=1e-12)
@@ -69,7 +78,8 @@ def test_combined_motions_add_their_translations_and_rotation_vectors_in_any_ord
         ("pan_left+", "names ''"),
         ("pan_left+-tilt_up", "names '-tilt_up'"),
         ("poses.txt", "a file ending in .json"),
-        ("pan_left:-1", "magnitude '-1', must be a number of at least 0; the other direction is the opposite preset"),
+        ("pan_left:-1", "magnitude '-1', must be a number within 0..100; the other direction is the opposite preset"),
+        ("arc_left:1e308", "magnitude '1e308', must be a number within 0..100"),
         ("pan_left:", "magnitude ''"),
         ("pan_left:nan", "magnitude 'nan'"),
         ("pan_left:half", "magnitude 'half'"),

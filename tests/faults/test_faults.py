@@ -143,7 +143,7 @@ def test_a_fault_of_one_rank_ends_all_ranks_with_its_name(launch, fault):
 def test_a_fault_of_one_of_four_ranks_is_raised_on_all(launch):
     ended = launch("fetch", ranks=4)
     assert_gone_in_time(ended)
-    assert ended.said.count(f"RankError: rank 3 failed in sampling: {PLANTED}") == 4
+    assert ended.said.count(f"error: rank 3 failed in sampling: {PLANTED}; go on with --config.resume=auto") == 4
     assert_resumes(launch, ranks=4)
 
 
@@ -173,7 +173,9 @@ def test_a_fault_of_a_single_process_ends_it_with_its_name(launch, fault, words)
 def test_a_killed_rank_ends_the_others(launch):
     ended = launch("die")
     assert_gone_in_time(ended)
-    assert "Signal 9 (SIGKILL)" in ended.said and "(local_rank: 1)" in ended.said  # the launcher's words
+    (line,) = [line for line in ended.said.splitlines() if line.startswith("error:")]
+    assert line.startswith("error: rank 1 is gone: ") and "--config.resume=auto --config.run_name=run" in line
+    assert "/gloo/" not in ended.said
     assert_resumes(launch)
 
 

@@ -8,7 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from flow_grpo.judging.evaluate import Evaluator, held_out_indices
+from flow_grpo.judging import evaluate
+from flow_grpo.judging.evaluate import Evaluator, held_out_indices, keeps_start
 from flow_grpo.judging.table import means_by_camera
 from flow_grpo.records import Condition, Guidance, RewardResult
 from flow_grpo.rewards.base import RewardSet
@@ -257,6 +258,16 @@ def test_a_policy_without_a_copy_of_its_start_is_shown_without():
     table = made.run().table
     (clip,) = made.clips([0], table, table)
     assert "base" not in clip.panels
+
+
+@pytest.mark.parametrize("few", [10**6, 1])
+def test_a_small_model_keeps_a_copy_of_its_start_to_show_it(monkeypatch, few):
+    monkeypatch.setattr(evaluate, "FEW", few)
+    made = evaluator(kl_coef=0.0)
+    made.config = dataclasses.replace(made.config, model=ModelConfig(trained="attention"))
+    table = made.run().table
+    (clip,) = made.clips([0], table, table)
+    assert ("base" in clip.panels) == (few > 1) == keeps_start(made.config, made.policy)
 
 
 def _clips(world: World) -> list[list[str]]:

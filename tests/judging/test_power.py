@@ -51,4 +51,18 @@ def test_spreads_are_those_of_the_metrics_that_decide():
 @pytest.mark.parametrize(("scenes", "text"), [(1, "of 1 scenes give no interval"), (10, "of 10 scenes see with 80%")])
 def test_it_is_said_in_words(scenes, text):
     said = power.in_words({"eval/trans_err_m": 0.4}, 10, scenes)
-    assert text in said and "; 10% needs " in said and said.endswith(" conditions, each of a scene of its own")
+    assert (
+        " ranks " not in said
+        and text in said
+        and "; 10% needs " in said
+        and said.endswith(" conditions, each of a scene of its own")
+    )
+
+
+def test_it_says_how_many_conditions_the_ranks_measure_in_the_same_time():
+    assert "10 conditions of 10 scenes (on 8 ranks 16 take the same time: one rank measures 2)" in power.in_words(
+        {}, 10, 10, 8
+    )
+    assert "ranks" not in power.in_words({}, 16, 16, 8) + power.in_words({}, 100, 100, 8) + power.in_words(
+        {}, 10, 10, 1
+    )

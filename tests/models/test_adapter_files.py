@@ -2,17 +2,18 @@
 
 import dataclasses
 import json
+import re
 import types
 from pathlib import Path
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from flow_grpo.models import adapters
-from flow_grpo.models.files import adapter_files
+from flow_grpo.models.files import adapter_files, lora_files
 from flow_grpo.models.files.model_files import read_tensors
 from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.networks.transformers import load_transformer
@@ -64,8 +65,8 @@ def test_plain_wan_takes_all_of_an_adapter_but_the_camera_modules(targets, tmp_p
             parameter.zero_()
     plain = base_wan(tiny_transformer(neutral=True))
     caplog.clear()
-    plain.load_lora_adapter(str(folder), prefix=None, weight_name=adapter_files.LORA_FILE)
-    assert not caplog.records  # nothing was left over
+    plain.load_lora_adapter(str(folder), weight_name=adapter_files.LORA_FILE)
+    assert ("attn1" in targets) == (not caplog.records)  # nothing was left over; or it says that there is nothing
     latents, timestep, text, _ = inputs()
     torch.testing.assert_close(plain(latents, timestep, text)[0][:, :, :2], output(model), rtol=0, atol=1e-6)
     changed = not torch.equal(output(model), output(tiny_transformer(neutral=True)))
@@ -96,7 +97,7 @@ def test_a_loaded_adapter_computes_what_was_trained_bit_for_bit(targets, dtype, 
 def test_an_older_adapter_with_everything_in_one_file_loads(tmp_path):
     model = trained_model(lora_targets=WITH_PROJECTOR)
     move(model)
-    model.save_lora_adapter(str(tmp_path), weight_name=adapter_files.LORA_FILE)
+    model.save_lora_adapter(str(tmp_path), weight_name=adapter_files.LORA_FILE)  # names without a prefix
     assert torch.equal(output(adapter_files.load_adapter(tiny_transformer(), tmp_path)), output(model))
 
 
@@ -121,6 +122,21 @@ def test_an_adapter_of_another_model_or_with_a_missing_or_damaged_file_is_refuse
         adapter_files.load_adapter(tiny_transformer(), folder)
 
 
+def test_an_adapter_that_lacks_a_block_or_holds_nan_is_refused_by_the_name_of_a_tensor(tmp_path):
+    folder = saved(trained_model(), tmp_path / "adapter")
+    file = lora_files.lora_file(folder)
+    tensors, header = read_tensors(file)
+    fewer = {name: tensor for name, tensor in tensors.items() if "blocks.1." not in name}
+    save_file(fewer, file, header)
+    with pytest.raises(ValueError, match=r"adapter lacks the tensors of 4 \(blocks\.1\.attn1\.to_q, .*its settings"):
+        adapter_files.load_adapter(tiny_transformer(), folder)
+    for value in (float("nan"), float("inf")):
+        (name, tensor), *_ = tensors.items()
+        save_file(tensors | {name: tensor.clone().index_fill_(0, torch.tensor([0]), value)}, file, header)
+        with pytest.raises(ValueError, match=rf"safetensors holds NaN or infinity in 1 \({re.escape(name)}\)"):
+            adapter_files.load_adapter(tiny_transformer(), folder)
+
+
 def test_an_adapter_that_would_change_nothing_or_by_an_unknown_scale_is_refused(tmp_path):
     folder = saved(trained_model(), tmp_path / "adapter")
     file = folder / adapter_files.LORA_FILE
@@ -132,6 +148,74 @@ def test_an_adapter_that_would_change_nothing_or_by_an_unknown_scale_is_refused(
     save_file({}, file, header | {adapter_files.CAMERA_COUNT: "0"})
     with pytest.raises(ValueError, match="holds no tensor, it would change nothing; save or copy it again"):
         adapter_files.load_adapter(tiny_transformer(), folder)
+
+
+# Module of diffusers -> of Wan's own code.
+OF_WAN = {"attn1": "self_attn", "attn2": "cross_attn", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o"}
+OF_WAN |= {"ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"}
+EVERY_LINEAR = r"blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ffn\.net\.(0\.proj|2))"
+
+
+def spelled(spelling: str, folder: Path) -> Path:
+    """Return an adapter of scale 2 in the spelling of another project, as its files are."""
+    tensors, found = read_tensors(folder / lora_files.LORA_FILE)[0], {}
+    for name, tensor in tensors.items():
+        module, _, matrix = name.removeprefix("transformer.").removesuffix(".weight").rpartition(".")
+        wan = re.sub("|".join(map(re.escape, OF_WAN)), lambda one: OF_WAN[one[0]], module)
+        down_up = {"lora_A": "lora_down", "lora_B": "lora_up"}[matrix]
+        doubled = 2 * tensor if matrix == "lora_B" else tensor  # where no alpha is stored
+        match spelling:
+            case "diffusers":
+                found[name] = doubled
+            case "DiffSynth":
+                found[f"{wan}.{matrix}.default.weight"] = doubled
+            case "ComfyUI":
+                found[f"diffusion_model.{wan}.{matrix}.weight"] = doubled
+            case "Kijai":
+                found |= {f"diffusion_model.{wan}.{down_up}.weight": tensor}
+                found[f"diffusion_model.{wan}.alpha"] = torch.tensor(16.0)
+            case "musubi":
+                flat = f"lora_unet_{wan.replace('.', '_')}"
+                found |= {f"{flat}.{down_up}.weight": tensor, f"{flat}.alpha": torch.tensor(16.0)}
+    save_file(found, folder / f"{spelling}.safetensors", {"format": "pt"})
+    return folder / f"{spelling}.safetensors"
+
+
+@pytest.mark.parametrize("spelling", ["diffusers", "DiffSynth", "ComfyUI", "Kijai", "musubi"])
+def test_lora_of_the_field_s_trainers_has_the_effect_it_was_trained_to_have(spelling, tmp_path, caplog):
+    settings = dataclasses.replace(LORA, lora_targets=EVERY_LINEAR, lora_full_modules=(), lora_rank=8, lora_alpha=16)
+    model = tiny_transformer()
+    adapters.apply_training_mode(model, settings)
+    move(model)
+    file = spelled(spelling, saved(model, tmp_path))
+    torch.testing.assert_close(output(adapter_files.load_adapter(tiny_transformer(), file)), output(model))
+    assert ("names no alpha: its scale is taken to be 1" in caplog.text) == (spelling not in ("Kijai", "musubi"))
+    going_on = tiny_transformer()
+    adapters.apply_training_mode(going_on, dataclasses.replace(settings, lora_alpha=4))
+    lora_files.start_from(going_on, file)
+    torch.testing.assert_close(output(going_on), output(model))
+    assert not torch.allclose(output(model), output(tiny_transformer()), atol=1e-2)
+    adapters.apply_training_mode(other := tiny_transformer(), dataclasses.replace(settings, lora_rank=4))
+    with pytest.raises(ValueError, match=r"40 tensors and rank 8, to be trained are 40 of rank 4; .*model.lora_rank"):
+        lora_files.start_from(other, file)
+
+
+def test_names_that_nobody_can_read_are_told(tmp_path):
+    save_file({"diffusion_model.blocks.0.attn9.lora_A.weight": torch.ones(1)}, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=r"has names such as diffusion_model.blocks.0.attn9.*diffusers cannot read"):
+        adapter_files.load_adapter(tiny_transformer(), tmp_path / "a.safetensors")
+
+
+def test_a_pipeline_of_diffusers_loads_an_exported_adapter_of_plain_wan(tmp_path):
+    model = base_wan(tiny_transformer(neutral=True))
+    adapters.apply_training_mode(model, dataclasses.replace(LORA, lora_full_modules=(), lora_rank=8, lora_alpha=16))
+    move(model)
+    pipeline = WanPipeline(
+        None, None, None, FlowMatchEulerDiscreteScheduler(), base_wan(tiny_transformer(neutral=True))
+    )
+    pipeline.load_lora_weights(str(saved(model, tmp_path)))
+    latents, timestep, text, _ = inputs()
+    assert torch.equal(pipeline.transformer(latents, timestep, text)[0], model(latents, timestep, text)[0])
 
 
 def save_from_shards(world: World, mode: str, folder: Path, file_size: str) -> list[str]:

@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from flow_grpo.models.fake_policy import FakePolicy, codec_config, transformer_config
 from flow_grpo.models.recam import RECAM
 from flow_grpo.settings.loading import load_config
+from tests.tiny_models import make_tiny_folder
 
 
 def test_without_a_model_folder_every_network_is_that_of_wan():
@@ -15,7 +16,10 @@ def test_without_a_model_folder_every_network_is_that_of_wan():
     assert (codec["z_dim"], codec["scale_factor_temporal"], codec["scale_factor_spatial"]) == (16, 4, 8)
     policy = FakePolicy(config)
     assert all(isinstance(parameter, FakeTensor) for parameter in policy.module.parameters())
-    block, two = (sum(p.numel() for p in part.parameters()) for part in (policy.module.blocks[0], policy.module))
+    frozen = {
+        n: p.numel() for n, p in policy.module.named_parameters() if not n.endswith((".down.weight", ".up.weight"))
+    }
+    block, two = (sum(n for name, n in frozen.items() if name.startswith(place)) for place in ("blocks.0.", ""))
     assert two + (transformer_config(RECAM, config.model.path)["num_layers"] - 2) * block == 1_490_420_800
 
 
@@ -26,6 +30,13 @@ def test_what_a_model_folder_leaves_out_is_that_of_wan(tmp_path):
     transformer, codec = transformer_config(RECAM, tmp_path), codec_config(tmp_path)
     assert (transformer["num_layers"], transformer["text_dim"]) == (3, 4096)
     assert (codec["base_dim"], codec["scale_factor_temporal"]) == (24, 4)
+
+
+def test_a_key_of_a_later_diffusers_in_a_configuration_is_left_out_as_where_weights_are_loaded(tmp_path):
+    config = load_config("config/grpo.py:tiny_recam", [f"--config.model.path={make_tiny_folder(tmp_path)}"])
+    file = tmp_path / "transformer" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"of_tomorrow": 1}))
+    assert len(FakePolicy(config).module.blocks) == 2
 
 
 def test_no_text_encoder_is_loaded():

@@ -7,8 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForTextEncoding
 
-from flow_grpo.models.files.model_files import check_component, check_json, read_checkpoint
+from flow_grpo.models.encoders import codec
+from flow_grpo.models.encoders.frozen import load_frozen
+from flow_grpo.models.files.model_files import check_component, check_json, read_checkpoint, read_tensors
+from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.networks.transformers import load_transformer
+from tests.tiny_models import make_tiny_folder
 
 INDEX = "model.safetensors.index.json"
 STATE = {name: torch.randn(2, 3).to(torch.bfloat16) for name in ("a.weight", "blocks.0.norm2.weight", "norm22.weight")}
@@ -133,3 +139,22 @@ def test_an_index_and_a_shard_that_disagree_are_refused(tmp_path, held):
     save_file({name: torch.zeros(1) for name in held}, tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match=r"disagree on 1 \((b|c)\)"):
         read_checkpoint(index)
+
+
+@pytest.mark.parametrize(
+    ("part", "load"),
+    [
+        ("transformer", lambda folder: load_transformer(ReCamTransformer3DModel, folder)),
+        ("vae", lambda folder: codec._load_half(folder, "decoder", torch.float32)),
+        ("text_encoder", lambda folder: load_frozen(AutoModelForTextEncoding, folder, torch.float32)),
+    ],
+)
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, part, load):
+    folder = Path(make_tiny_folder(tmp_path / "model")) / part
+    load(folder)
+    for file in folder.glob("*.safetensors"):
+        tensors, header = read_tensors(file)
+        spoilt = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}
+        save_file(spoilt, file, header)
+    with pytest.raises(ValueError, match=rf"{part} holds NaN or infinity in \d+ \("):
+        load(folder)

@@ -39,6 +39,20 @@ def test_a_learning_rate_that_replaces_the_weights_fails_before_training(places,
     assert statuses(run_checks(trainer, FAST)) == {"rate": "fail"}
 
 
+@pytest.mark.parametrize("mix", [lambda v: v.flip(0), lambda v: v[:1].expand_as(v), lambda v: v[-1:].expand_as(v)])
+def test_a_policy_that_mixes_the_rows_of_a_batch_fails(built, mix):
+    velocity = WanPolicy.velocity
+    with mock.patch.object(WanPolicy, "velocity", lambda self, latents, *given: velocity(self, mix(latents), *given)):
+        assert statuses(run_checks(built, FAST))["rows"] == "fail"
+
+
+def test_what_stops_a_run_is_its_last_line_with_the_knob_to_change(places, tmp_path, capsys):
+    assert train_grpo.main(words(places, output_root=tmp_path, train__learning_rate=1.0)) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: the doctor's check fails, rate: train.learning_rate=1 moves a weight by ")
+    assert "--config.train.learning_rate=0.00" in last and "--config.doctor=off" in last
+
+
 def test_a_video_that_cannot_be_read_is_a_failed_rollout(built):
     with mock.patch.object(type(built.training_data), "condition", side_effect=ValueError("video x is broken")):
         (found,) = [found for found in run_checks(built, FAST) if found.status == "fail"]

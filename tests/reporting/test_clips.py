@@ -17,6 +17,7 @@ def test_the_caption_names_the_motion_where_it_is_known_and_the_file_own_rewards
     named = make_clip(dataclasses.replace(shown, preset="pan_left"), shown.source_video, {"brightness": 0.5})
     prompted = make_clip(dataclasses.replace(shown, target_camera=""), shown.source_video, {"brightness": 0.5})
     assert prompted.caption == "a toy room number 3 seen by a moving camera: brightness 0.500"
+    assert (prompted.of["prompt"], named.of["prompt"]) == ("a toy room number 3 seen by a moving camera", "")
     unnamed = make_clip(dataclasses.replace(shown, preset=None), shown.source_video, {"brightness": 0.5})
     assert "cam01 to cam02 (pan_left): brightness 0.500" in named.caption
     assert "cam01 to cam02: brightness 0.500" in unnamed.caption

@@ -106,6 +106,7 @@ def test_a_line_of_the_index_says_what_a_video_shows(tmp_path):
         "scene": "val/f17_aperture10/scene3",
         "camera": "cam02",
         "preset": "arc_left",
+        "prompt": "",
         "scores": {"brightness": 0.5},
         "before": {},
         "caption": "val/f17_aperture10/scene3, cam01 to cam02 (arc_left): brightness 0.500",

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flow_grpo.reporting.metric_files import MetricFiles, read_rows
+from flow_grpo.reporting import metric_files
+from flow_grpo.reporting.metric_files import MetricFiles, MetricReader, read_rows
 
 
 def lines(folder: Path) -> list[dict[str, float | None]]:
@@ -114,3 +115,39 @@ def test_a_reader_takes_every_record_and_leaves_out_a_line_that_is_being_written
     file.mkdir()
     with pytest.raises(ValueError, match=r"metrics\.jsonl cannot be read .*; make it readable"):
         MetricFiles(tmp_path, resumed_step=1)
+
+
+def test_the_table_is_rewritten_only_where_a_metric_is_new_or_it_was_touched(tmp_path, monkeypatch):
+    whole, write = [], metric_files.write_atomically
+    monkeypatch.setattr(metric_files, "write_atomically", lambda *words: (whole.append(1), write(*words)))
+    files = MetricFiles(tmp_path)
+    files.append({"a": 1.0, "bü, c": 2.0}, 0)
+    for step in (1, 2, 3):
+        files.append({"a": 123456.789}, step)
+        files.append({"a": float(step), "bü, c": 0.5}, step)  # a shorter row in its place
+    assert len(whole) == 3 and table(tmp_path)[3] == {"step": "3", "a": "3.0", "bü, c": "0.5"}
+    (tmp_path / "metrics.csv").write_text("step,a\n")
+    for metrics, step in (({"a": 4.0}, 4), ({"a": 9.0}, 2), ({"d": 6.0}, 6)):
+        files.append(metrics, step)
+    assert len(whole) == 6 and [row["a"] for row in table(tmp_path)] == ["1.0", "1.0", "9.0", "3.0", "4.0", ""]
+
+
+def test_a_reader_of_a_running_run_reads_what_is_new_and_begins_again_where_the_run_was_resumed(tmp_path, monkeypatch):
+    parsed, record = [], metric_files._record
+    monkeypatch.setattr(metric_files, "_record", lambda text: (parsed.append(text), record(text))[1])
+    files, reader = MetricFiles(tmp_path), MetricReader(tmp_path / "metrics.jsonl")
+    for step in range(100):
+        files.append({"a": float(step), "b": math.nan}, step)
+    reader.look()
+    assert len(parsed) == 100 and list(reader.columns["a"]) == list(range(100)) and reader.columns["b"] == {}
+    files.append({"c": 1.0}, 99)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 100, "a')
+        file.flush()
+        reader.look()
+        file.write('": 7.0}\n')
+    reader.look()
+    assert len(parsed) == 103 and reader.rows[100] == {"a": 7.0} and reader.rows[99]["c"] == 1.0
+    MetricFiles(tmp_path, resumed_step=1)
+    reader.look()
+    assert list(reader.rows) == list(reader.columns["a"]) == [0, 1]

@@ -78,6 +78,21 @@ def test_a_silent_server_and_a_refused_connection_are_given_up():
     assert "failed 3 attempts, the last: ConnectError: " in refusal(server)
 
 
+def test_an_answer_without_end_or_without_hurry_is_given_up():
+    def endless(connection: socket.socket, _: threading.Event) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + bytes(2 * http_client.MAX_ANSWER))
+
+    def dripping(connection: socket.socket, over: threading.Event) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n")
+        while not over.wait(0.05):
+            connection.sendall(b"x")
+
+    with ScriptedServer(endless) as server:
+        assert refusal(server) == "answers with more than 16777216 bytes, which no reply to it needs"
+    with ScriptedServer(dripping) as server:
+        assert refusal(server, 0.3) == "failed 3 attempts, the last: no whole answer within 0.3 s"
+
+
 def test_a_server_that_reads_nothing_is_given_up():
     """Sending blocks once the socket buffers are full."""
     late = pytest.raises(ServiceError, match=r"no answer within 0\.3 s")

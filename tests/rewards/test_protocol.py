@@ -98,6 +98,11 @@ def test_a_peer_of_another_version_or_another_score_is_refused():
         protocol.read_health(json.dumps(HEALTH).encode(), "truth")
 
 
+def test_what_a_server_needs_counts_once_however_often_it_says_so():
+    said = HEALTH | {"needs": ["source", "depth"] * 100_000 + ["target"]}
+    assert protocol.read_health(json.dumps(said).encode(), "beauty")[1].needs == ("source", "target")
+
+
 def read(body: bytes):
     return protocol.read_reply(body, "beauty", CONDITIONS)[1]
 

@@ -133,12 +133,19 @@ def test_a_set_knows_its_floors_and_weights_and_can_be_sent_to_another_process(t
     assert pickle.loads(pickle.dumps(chosen)).weights == chosen.weights
 
 
-def test_the_callback_runs_after_each_reward_even_a_failed_one():
-    told: list[int] = []
+def test_the_callback_says_which_reward_is_being_measured_even_a_failed_one():
+    told: list[str] = []
     both = RewardSet([Fake("fine", result), Fake("broken", explode)], {"fine": 1.0, "broken": 1.0})
-    both.on_measured = lambda: told.append(1)
+    both.on_call = told.append
     both(FILM.videos, CONDITIONS)
-    assert len(told) == 2
+    assert told == ["fine", "", "broken", ""]
+
+
+def test_a_result_that_a_reward_changes_afterwards_stays_as_it_was():
+    kept = result()
+    before = run(Fake("fine", lambda: kept))["fine"]
+    kept.info["extra"].zero_()
+    assert before.info["extra"].tolist() == [10, 20, 30]
 
 
 def test_an_unknown_reward_is_refused_with_the_known_ones():

@@ -224,7 +224,9 @@ def test_printed_commands_can_be_pasted_wherever_the_run_lies(tmp_path, rows):
     _film, _measure, report, further = lines
     assert report == ["python", "tools/report.py", str(run)]
     going_on = ["--config.resume=auto", "--config.run_name=first", f"--config.output_root={root}"]
-    assert further[-5:] == [*going_on, "--config.num_epochs=400", "--config.max_minutes=0"]
+    assert further[-4:] == [*going_on, "--config.max_minutes=0"]  # the minutes ended it: epochs are left
+    whole = shlex.split(starts.next_commands(run, finished=200)[-1])
+    assert whole[-5:] == [*going_on, "--config.max_minutes=0", "--config.num_epochs=400"]
     assert all(str(run) in words or f"--config.output_root={root}" in words for words in lines)
     # Plain words are not quoted.
     assert not [line for line in starts.next_commands(started(tmp_path)) if "'" in line]
@@ -239,6 +241,6 @@ def test_printed_commands_can_be_pasted_wherever_the_run_lies(tmp_path, rows):
     ],
 )
 def test_a_run_over_nodes_is_continued_over_nodes(tmp_path, monkeypatch, on_node, launcher):
-    run = started(tmp_path)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", on_node)
+    run = started(tmp_path)
     assert [launcher in line for line in starts.next_commands(run)].count(True) == 2  # measure again, train further

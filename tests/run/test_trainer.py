@@ -90,7 +90,7 @@ def make_trainer(folder: Path, world: World, **changes) -> Trainer:
         device=torch.device("cpu"),
         run_folder=folder,
         lock=RunLock(folder),
-        forwards=ForwardCount(policy.net, recomputed=0.0),
+        forwards=ForwardCount(policy.net, recomputes=False),
         dynamic_sampling=DynamicSampling(
             config.dynamic_sampling, {"brightness": 0.0}, k=4, local=8, seed=5, world=world, say=progress.say
         )
@@ -124,7 +124,7 @@ def steps_of(folder: Path, name: str) -> list[int]:
     return [row["step"] for row in metrics_of(folder, name)]
 
 
-def test_a_run_evaluates_saves_and_records_when_it_should(a_trainer, tmp_path, monkeypatch):
+def test_a_run_evaluates_saves_and_records_when_it_should(a_trainer, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(changes, "LEAST_SCENES", 2)
     with (
         mock.patch.object(conclusion, "judge", wraps=conclusion.judge) as judged,
@@ -143,7 +143,9 @@ def test_a_run_evaluates_saves_and_records_when_it_should(a_trainer, tmp_path, m
     assert {"train/learning_rate", "train/zero_std_ratio", "dyn/flat_groups", "reward/brightness_valid"} <= set(row)
     assert any(name.startswith("system/memory_") for name in row)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert set(summary) == {"verdict", "before", "after", "change_by_camera", "measured_on", "train_seconds"}
+    parts = {"verdict", "before", "after", "change_by_camera", "measured_on", "train_seconds", "ended_by"}
+    assert set(summary) == parts and summary["ended_by"] == "num_epochs"
+    assert "ended by num_epochs after epoch 3 of 3\n" in capsys.readouterr().out
     assert summary["verdict"]["overall"] in ("better", "worse", "unclear")
     shown = [Path(file) for kind in ("best", "worst") for file in summary["verdict"][kind]]
     assert [file.name.partition("_val")[0] for file in shown] == ["best_000003_1", "worst_000003_1"]
@@ -322,7 +324,7 @@ def test_a_resumed_run_measures_the_start_no_more_and_counts_the_minutes_it_has_
     trainer = a_trainer(max_minutes=1.0)
     trainer.state.before, trainer.state.train_seconds = {"eval/brightness": 0.5}, 61.0
     trainer.evaluate_before()
-    assert trainer.collector.policy.calls == [] == list(trainer.epochs())
+    assert trainer.collector.policy.calls == [] == list(trainer.epochs()) and trainer.ended_by == "max_minutes"
 
 
 def test_a_run_that_breaks_a_rule_saves_stops_and_says_so_again_when_it_is_resumed(a_trainer, tmp_path):
@@ -623,7 +625,9 @@ def test_a_failing_phase_is_named(a_trainer):
 
 
 def test_a_signal_ends_the_run_after_its_epoch_saved_and_resumable(a_trainer, tmp_path, capsys):
-    trainer = a_trainer()
+    trainer, start = a_trainer(), tmp_path / "starts" / "001.json"
+    start.parent.mkdir()
+    start.write_text('{"config": {}}')
     trainer.evaluate_before()
     with trainer.end:
         for epoch in trainer.epochs():
@@ -633,6 +637,9 @@ def test_a_signal_ends_the_run_after_its_epoch_saved_and_resumable(a_trainer, tm
     trainer.leave()
     assert [path.name for path in checkpoint.published(tmp_path / "checkpoints")] == ["checkpoint_000001"]
     assert not (tmp_path / "summary.json").exists()
+    assert json.loads(start.read_text()) == {"config": {}, "ended_by": "SIGTERM"}
+    assert trainer.stop(InputError("a.mp4 is cut")) == 2
+    assert json.loads(start.read_text())["ended_by"] == "InputError (a.mp4 is cut)"
     place = f"--config.run_name={tmp_path.name} --config.output_root={tmp_path.parent}"
     said = f"ended by SIGTERM after epoch 1, saved; go on with --config.resume=auto {place}\n"
     assert said in capsys.readouterr().out

@@ -178,6 +178,35 @@ def test_a_torch_npu_that_registers_nothing_or_fails_when_asked_is_passed_over(s
     assert "no npu: torch_npu cannot look for devices (" in device_api.describe(CPU)
 
 
+LATE_FAILURE = """
+import types, torch
+torch.utils.rename_privateuse1_backend("npu")
+def count(): raise RuntimeError("no driver")
+torch._register_device_module("npu", types.SimpleNamespace(is_available=lambda: True, device_count=count))
+"""
+RECOMPUTE = """
+import flow_grpo, torch, warnings
+from flow_grpo.runtime import device
+warnings.simplefilter("error")
+found = device.resolve("{}")
+device.setup(found)
+torch.manual_seed(1)
+values = torch.ones(2, 4, requires_grad=True)
+torch.utils.checkpoint.checkpoint(torch.nn.Linear(4, 4), values, use_reentrant=False).sum().backward()
+import diffusers.utils.torch_utils
+print(device.describe(found))
+"""
+
+
+@pytest.mark.parametrize(
+    ("failure", "requested"), [("", "cpu"), ("import no_sympy", "auto"), ("raise SystemExit(0)", "auto")]
+)
+def test_a_torch_npu_that_fails_after_it_has_registered_breaks_no_other_device(failure, requested, tmp_path):
+    (tmp_path / "torch_npu.py").write_text(LATE_FAILURE + failure)
+    done = run_python(RECOMPUTE.format(requested), tmp_path)
+    assert done.returncode == 0 and "no npu: torch_npu " in done.stdout and done.stdout.count("\n") == 1, done.stderr
+
+
 def test_the_packages_that_cann_needs_are_required_and_those_that_are_absent_are_named(tmp_path, monkeypatch):
     required = (ROOT / "requirements-npu.txt").read_text().split()
     assert set(device_api.CANN_PACKAGES) <= set(required)

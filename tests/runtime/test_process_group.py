@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import Group, InputError, RankError, World
+from flow_grpo.runtime.ranks.start_up import raise_on_all_ranks
 from flow_grpo.runtime.ranks.watchdog import Heartbeat
 from flow_grpo.settings.schema import DistributedConfig
 from tests.limits import LIMIT_S
@@ -148,10 +149,11 @@ def test_bad_input_is_raised_as_such_on_every_rank_unless_a_rank_fails_otherwise
 
 
 class RecordingHeartbeat:
-    phase = "sampling"
+    phase, way_on = "sampling", "; go on"
 
-    def __init__(self) -> None:
+    def __init__(self, gone: tuple[int, ...] = ()) -> None:
         self.published: list[str] = []
+        self.gone = gone
 
     def announce(self, text: str) -> None:
         self.published.append(text)
@@ -159,8 +161,9 @@ class RecordingHeartbeat:
     def withdraw(self) -> None:
         self.published.append("withdrawn")
 
-    def fail(self, text: str) -> None:
+    def fail(self, text: str) -> tuple[int, ...]:
         self.published.append(f"fail: {text}")
+        return self.gone
 
     def begin_phase(self, phase: str) -> None:
         self.phase = phase
@@ -199,6 +202,27 @@ def test_an_error_outside_collectives_is_published_unless_every_rank_has_it() ->
     assert world.heartbeat.published == ["fail: KeyError: 'x'"]
     with pytest.raises(KeyError), World().broadcast_failure():
         raise KeyError("x")
+
+
+def test_a_lost_connection_is_told_in_one_line_by_the_rank_that_is_gone(capsys) -> None:
+    world = World.of(Group(0, 2, None, RecordingHeartbeat(gone=(1,))))
+    with pytest.raises(RankError) as caught, world.broadcast_failure():
+        raise RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    assert caught.value.last_line.startswith("rank 1 is gone: killed, or its machine is lost; so rank 0 failed in samp")
+    assert caught.value.last_line.endswith("; go on") and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_exit_inside_of_a_run_is_an_error_with_its_place(size, monkeypatch) -> None:
+    world = World.of(Group(0, size, None, RecordingHeartbeat()))
+    monkeypatch.setattr(RecordingHeartbeat, "stop", lambda _: None, raising=False)
+    with (
+        pytest.raises(RuntimeError, match=r"sys.exit\(0\) was called at .*test_process_group.py:"),
+        world.broadcast_failure(),
+    ):
+        sys.exit(0)
+    with pytest.raises(RankError, match=r"rank 0 failed in scoring: sys.exit\(0\)"), World().sync_errors("scoring"):
+        sys.exit(0)
 
 
 def test_a_launcher_that_is_gone_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,9 +300,11 @@ def test_a_single_process_that_hangs_is_ended_too(monkeypatch: pytest.MonkeyPatc
     ended: queue.Queue[str] = queue.Queue()
     monkeypatch.setattr(Heartbeat, "end_process", lambda _, problem: ended.put(problem))
     world = process_group.init_ranks(CPU, waits(1800.0, dead_s=0.6, silent_s=3.0))
-    world.begin_phase("sampling")
+    with world.sync_errors("removing stale checkpoints"), raise_on_all_ranks(world):
+        world.calls_reward("my_rewards.py:warmth")
     problem = ended.get(timeout=LIMIT_S)
-    assert "rank 0 has made no progress for" in problem and "in sampling: it hangs" in problem
+    assert "rank 0 has made no progress for" in problem
+    assert "in start-up, inside reward my_rewards.py:warmth: it hangs" in problem
     process_group.shut_down(world)
 
 

@@ -1,5 +1,8 @@
 """The watchdog blames the rank that died, hangs or failed, and no other."""
 
+import contextlib
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -10,6 +13,7 @@ import torch.distributed as dist
 
 from flow_grpo.runtime.ranks import watchdog
 from flow_grpo.runtime.ranks.watchdog import Heartbeat, Monitor
+from tests.limits import LIMIT_S
 
 DEAD_S, SILENT_S = 6.0, 60.0
 
@@ -131,7 +135,7 @@ def test_a_rank_that_fails_waits_until_its_peers_know_the_cause():
     store = dist.HashStore()
     first, second = (Ending(store, rank, 2, dead_s=DEAD_S) for rank in range(2))
     second.begin_phase("update")
-    second.fail("OutOfMemoryError: 3 GiB")
+    assert second.fail("OutOfMemoryError: 3 GiB") == []  # the first rank left or gave a sign
     assert first.ended.wait(30)
     assert first.problem == "rank 1 failed in update: OutOfMemoryError: 3 GiB" and not second.problem
 
@@ -152,7 +156,45 @@ def test_ranks_that_all_fail_do_not_wait_for_each_other():
 @pytest.mark.parametrize("store", [dist.HashStore, Unreachable])
 def test_a_rank_that_fails_does_not_wait_for_dead_peers(store):
     rank = Ending(store(), 1, 2, dead_s=0.6)
-    rank.fail("RuntimeError: Connection closed by peer")
+    gone = rank.fail("RuntimeError: Connection closed by peer")
+    assert gone == ([0] if store is dist.HashStore else [])  # it gave no sign
+
+
+FROZEN_KEEPER = """
+import sys, time
+import flow_grpo
+import torch.distributed as dist
+from flow_grpo.runtime.ranks.watchdog import Heartbeat
+rank, port = map(int, sys.argv[1:])
+store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
+heart = Heartbeat(store, rank, 2, dead_s=3, silent_s=600, keeper="rank 0")
+print("up", flush=True)
+sys.stdin.readline()
+heart.fail("RuntimeError: x")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_store_whose_process_is_frozen_ends_the_others_with_its_name_also_one_that_fails(fails):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with contextlib.ExitStack() as stack:
+        both = []
+        for rank in "01":
+            command = [sys.executable, "-c", FROZEN_KEEPER, rank, str(port)]
+            pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+            both.append(stack.enter_context(subprocess.Popen(command, text=True, **pipes)))
+            stack.callback(both[-1].kill)
+        assert [process.stdout.readline() for process in both] == ["up\n", "up\n"]
+        both[0].send_signal(signal.SIGSTOP)
+        begun = time.monotonic()
+        if fails:
+            print(file=both[1].stdin, flush=True)
+        assert both[1].wait(LIMIT_S) == watchdog.EXIT_CODE
+        assert time.monotonic() - begun < 3 + 1  # dead_s, and to leave
+        last = both[1].stderr.read().splitlines()[-1]
+    assert last.startswith("error: rank 1 ends in start-up: rank 0, which holds the ranks' store, has not answered for")
 
 
 CLOSED_STDERR = """

@@ -1,5 +1,6 @@
 """Knobs that cannot work together are refused in one line with the way out; those at the edge are taken."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,15 @@ REBALANCE = "dynamic_sampling.enabled=true dynamic_sampling.policy=rebalance"
 
 def load(settings: str) -> Config:
     return load_config(f"{ROOT}/tests/toy_recipe.py:toy", [f"--config.{each}" for each in settings.split()])
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("data.eval_split=train model.vae_tiles=recammaster sample.num_image_per_prompt=3")
+    knobs = ("data.eval_split", "model.vae_tiles", "sample.num_image_per_prompt")
+    assert all(f"config.{knob}: got" in str(caught.value) for knob in knobs)
+    with pytest.raises(ConfigError, match=r"sample.k: got 0, .*; AND config.train.learning_rate: got -1.0, must"):
+        load("sample.k=0 train.learning_rate=-1")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +197,7 @@ def test_whole_groups_on_all_ranks_together_are_taken(world_size: int) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "batch_size", "multiple", "way_out"),
-    [(1, 2, 4, 4), (3, 2, 4, 4), (1, 6, 4, 8), (2, 3, 2, 4), (5, 5, 4, 8)],
+    [(1, 2, 4, 4), (3, 2, 4, 4), (1, 6, 4, 8), (2, 3, 2, 4), (5, 5, 4, 8), (7, 2, 4, 4)],
 )
 def test_a_batch_that_holds_no_whole_groups_is_refused_with_one_that_does(world_size, batch_size, multiple, way_out):
     with pytest.raises(ConfigError, match=r"^config\.sample\.train_batch_size[^\n]+$") as caught:
@@ -196,6 +206,10 @@ def test_a_batch_that_holds_no_whole_groups_is_refused_with_one_that_does(world_
     assert f"got {batch_size}" in text and "sample.k=4" in text and f"a multiple of {multiple} on" in text
     assert text.endswith(f"--config.sample.train_batch_size={way_out}")
     world(world_size, f"--config.sample.train_batch_size={way_out}")
+    starts = re.search(r"start (?:(\d+) or )?(\d+) rank\(s\)", text).groups()
+    for ranks in filter(None, starts):
+        world(int(ranks), f"--config.sample.train_batch_size={batch_size}")
+    assert world_size != 7 or starts == ("6", "8")
 
 
 def test_contiguous_groups_must_be_dealt_evenly_to_the_ranks() -> None:

@@ -91,6 +91,7 @@ def _summary() -> dict[str, Any]:
     return {
         "verdict": {
             "overall": "mixed",
+            "aspects": {"camera": "better", "picture": "worse"},
             "in_words": "mixed: camera better (trans_err_m 0.25 → 0.15), picture worse (residual 0.0348 → 0.041)",
             "metrics": {"eval/trans_err_m": "better", "eval/target_view_psnr_db": "unclear"},
             "worse_by_camera": ["zoom_in trans_err_m +0.05 [+0.01, +0.09]"],
@@ -110,6 +111,7 @@ def _summary() -> dict[str, Any]:
         "floor": {"eval_floor/trans_err_m": 0.04},
         "measured_on": MEASURED_ON,
         "train_seconds": 80.0,
+        "ended_by": "max_minutes",
     }
 
 

@@ -248,8 +248,9 @@ def test_a_forward_of_the_real_size_is_955_tflop() -> None:
     counted = dict(counts.count(Setting(size, CPU, (LONG,), 1, 1)))
     flops = {name.removesuffix("_81x480x832"): record["flops"] / 955e12 for name, record in counted.items()}
     assert flops["forward"] == flops["forward_compiled"] == pytest.approx(1, rel=0.01)
-    assert flops["update"] == pytest.approx(4, rel=0.01) and flops["update_none"] == pytest.approx(3, rel=0.01)
-    assert flops["update_keep_attention"] == pytest.approx(4 - 0.816, rel=0.01)  # attention's share of a forward
+    # Without the gradients of frozen weights.
+    assert flops["update"] == pytest.approx(3.83, rel=0.01) and flops["update_none"] == pytest.approx(2.82, rel=0.01)
+    assert flops["update_keep_attention"] == pytest.approx(3.83 - 0.82, rel=0.01)  # attention's share of a forward
 
 
 @pytest.mark.parametrize(

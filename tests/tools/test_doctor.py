@@ -39,10 +39,11 @@ def test_a_sound_recipe_passes_every_check(places):
     assert (code, statuses(findings, "fail")) == (0, set()), findings
     machine = {"disk", "shared_memory", "versions", "device", "backends", "run_folder"}
     schedule = {"evaluation", "guidance", "steps", "ode_limit", "window", "window_on_ranks", "last_step"}
-    batch = {"adapters", "weights", "rate", "residuals", "latents_fp32", "ratio", "ratio_by_batch_size", "noise"}
+    weights = {"adapters", "weights", "rate"}
+    batch = {"rows", "residuals", "latents_fp32", "ratio", "ratio_by_batch_size", "noise"}
     epoch = {"rewards", "reward_order", "signal", "groups", "clip", "kl", "ratio_in_update", "update"}
     after = {"gradient_coverage", "gradient_size", "gradient_sync", "weights_after_update"}
-    assert set(findings) == machine | schedule | batch | epoch | after
+    assert set(findings) == machine | schedule | weights | batch | epoch | after
     assert findings["ratio"]["measured"].endswith(" 0, bound 0")
 
 

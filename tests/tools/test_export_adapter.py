@@ -39,7 +39,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def exported(run: dict[str, str], step: int, out: Path, *more: str) -> int:
     place = Path(run["output_root"]) / "run" / "checkpoints" / f"checkpoint_{step:06d}"
-    return export_adapter.main([*command(run), "--checkpoint", str(place), "--out", str(out), *more])
+    return export_adapter.main(["--checkpoint", str(place), "--out", str(out), *more])
 
 
 def test_the_last_checkpoint_exports_the_adapter_of_the_run_and_an_earlier_one_another(run, tmp_path):
@@ -64,16 +64,17 @@ def test_the_evaluation_takes_a_checkpoint_like_its_adapter_and_keeps_other_vide
     pytest.importorskip("pycolmap")
     checkpoint = Path(run["output_root"]) / "run" / "checkpoints" / "checkpoint_000002"
     adapter = Path(run["output_root"]) / "run" / "adapter"
-    for name, given in (("a", ("--adapter", str(adapter))), ("c", ("--checkpoint", str(checkpoint)))):
-        assert evaluate.main([*command(run), *given, "--out", str(tmp_path / name), "--workers", "0"]) == 0
+    of_recipe = [*command(run), "--adapter", str(adapter)]
+    for name, given in (("a", of_recipe), ("c", ["--checkpoint", str(checkpoint)])):
+        assert evaluate.main([*given, "--out", str(tmp_path / name), "--workers", "0"]) == 0
     films = sorted((tmp_path / "a" / videos.VIDEOS).iterdir())
     assert len(films) == 2
     for render_views in films:
         assert render_views.read_bytes() == (tmp_path / "c" / videos.VIDEOS / render_views.name).read_bytes()
     before = {file: file.read_bytes() for file in (tmp_path / "a").rglob("*") if file.is_file()}
-    again = [*command(run), "--checkpoint", str(checkpoint), "--out", str(tmp_path / "c"), "--workers", "0"]
+    again = ["--checkpoint", str(checkpoint), "--out", str(tmp_path / "c"), "--workers", "0"]
     assert evaluate.main(again) == 0
     earlier = checkpoint.with_name("checkpoint_000001")
-    other = [*command(run), "--checkpoint", str(earlier), "--out", str(tmp_path / "a"), "--workers", "0"]
+    other = ["--checkpoint", str(earlier), "--out", str(tmp_path / "a"), "--workers", "0"]
     assert "holds videos of another recipe, adapter or origin" in refusal(capsys, evaluate.main, other)
     assert before == {file: file.read_bytes() for file in (tmp_path / "a").rglob("*") if file.is_file()}

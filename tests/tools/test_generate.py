@@ -124,6 +124,7 @@ def test_the_record_holds_all_and_its_words_make_the_same_video_again(source, tm
         "prompts": None,
         "source_poses": None,
         "model": str(MODEL),
+        "start_adapter": None,
         "adapter": str(adapter),
         "source": str(source),
         "camera": "tilt_up",
@@ -261,6 +262,7 @@ def test_a_file_of_poses_is_a_camera(source, tmp_path, capsys):
         (["--focal-px", "0"], "--focal-px is 0, must be the focal length"),
         (["--before"], "--before shows the model without its --adapter, which is not given"),
         (["--guidance", "nan"], "--guidance is nan"),
+        (["--guidance=-1"], "--guidance is -1 and --max-prompt-tokens 8, must be finite and at least 1; at 1 there is"),
         (["--max-prompt-tokens", "0"], "--max-prompt-tokens 0, must be"),
         (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
         (["--stpes", "3"], "--stpes 3"),
@@ -349,6 +351,14 @@ def test_a_run_gives_every_setting_and_each_video_is_made_before_and_after(sourc
     assert generate.main([*record["again"], f"--out={tmp_path / 'again'}"]) == 0
     for name, end in own.items():
         assert torch.equal(read_video(tmp_path / "again" / f"room_arc_left-0.5{end}.mp4", 5), found[name])
+
+
+def test_a_model_that_a_run_was_not_trained_with_is_told(source, tmp_path, capsys):
+    run = finished_run(tmp_path / "first", eval__num_steps=2)
+    start = run / "starts" / "001.json"
+    start.write_text(json.dumps(json.loads(start.read_text()) | {"identity": {"vae": "another", "data": "of it"}}))
+    assert generate.main(["--run", str(run), "--source", str(source), "--camera", "tilt_up", "--device", "cpu"]) == 0
+    assert f"warning: not the vae that {run} was trained with: the results are not" in capsys.readouterr().err
 
 
 def test_options_that_are_given_win_over_the_run_s(source, tmp_path):

@@ -9,6 +9,7 @@ from html import unescape
 
 import pytest
 
+from flow_grpo.judging.verdict import plainly
 from flow_grpo.reporting.metric_names import Metric
 from tests.refusals import refusal
 from tests.tools.run_files import EPOCHS, MEASURED_ON, RECIPE, ROOT, change, make_run
@@ -59,11 +60,16 @@ def plain(html):
 @pytest.mark.parametrize(
     "said",
     [
-        "mixed camera better (trans_err_m 0.25 → 0.15), picture worse (residual 0.0348 → 0.041). "
+        "mixed The camera path is better, but the picture is worse. "  # before any metric's name
+        "Camera better (trans_err_m 0.25 → 0.15), picture worse (residual 0.0348 → 0.041). "
         "Measured on 8 held-out conditions. "
-        "Worse for a kind of camera: zoom_in trans_err_m +0.05 [+0.01, +0.09].",
-        "trans_err_m m 0.250 0.150 −0.100 −40 % −0.120 to −0.080 0.04 better",
-        "target_view_psnr_db dB 24.0 25.0 +1.00 +4.2 % −0.20 to +2.20 unclear",
+        "Worse for a kind of camera: zoom_in trans_err_m +0.05 [+0.01, +0.09]. "
+        "The run ended by max_minutes after epoch 40 of 130.",
+        # The meaning is read, not hovered over.
+        "trans_err_m m distance from the commanded camera by the estimator that no reward uses ( eval.gold ); falls "
+        "0.250 0.150 −0.100 −40 % −0.120 to −0.080 0.04 better",
+        "target_view_psnr_db dB peak signal-to-noise ratio to the true view; rises or holds "
+        "24.0 25.0 +1.00 +4.2 % −0.20 to +2.20 unclear",
         "room_rot −2.40 → −1.90",  # of a video, before and after training
         "arc left zoom in",  # labels of the axis, and the bars in numbers
         "zoom_in m 0.200 0.250 +0.0500 +25 % +0.0100 to +0.0900 worse",
@@ -78,6 +84,11 @@ def plain(html):
 )
 def test_the_page_of_a_finished_run_says(drawn, said):
     assert said in plain(drawn)
+
+
+def test_the_verdict_in_a_sentence_names_what_became_of_each_aspect():
+    said = "The camera path and the picture are neither clearly better nor worse, but the likeness to the true view is "
+    assert plainly({"camera": "unclear", "picture": "unclear", "true view": "better"}) == f"{said}better."
 
 
 def begun_from_another_s(run):
@@ -99,8 +110,8 @@ def test_before_the_training_of_a_run_that_began_from_another_s_checkpoint_is_be
     assert changes["eval/trans_err_m"].before == pytest.approx(0.25)
     assert camera_changes(found, "eval/trans_err_m") == []  # no change by camera is on record
     text = page_of(run)
-    assert "trans_err_m m 0.250 0.150 −0.100 −40 %" in text
-    assert "target_view_psnr_db dB – 25 – – unclear" in text  # no change is on record
+    assert "falls 0.250 0.150 −0.100 −40 %" in text
+    assert "rises or holds – 25 – – unclear" in text  # no change is on record
 
 
 def test_a_branched_run_that_measured_its_own_before_shows_that(run):
@@ -122,7 +133,9 @@ def test_a_run_that_still_trains_shows_what_there_is(run):
     assert (
         "no verdict The run has no verdict in a summary.json: it is still training, or ended early. 28 of 130" in text
     )
-    assert "trans_err_m m 0.250 0.200" in text
+    assert "falls 0.250 0.200" in text
+    change(run / "starts/001.json", ended_by="SIGINT")
+    assert "The run has no verdict in a summary.json: it was ended by SIGINT after epoch 28 of 130." in page_of(run)
     assert "The run has no videos/index.jsonl, so no video is shown here" in text
     # Before any evaluation there is a page as well.
     (run / "metrics.jsonl").write_text('{"step": 1, "reward/room_rot_mean": -1.0, "train/loss": null}\n')
@@ -146,7 +159,7 @@ def test_a_finding_is_a_value_outside_of_the_registry_s_bounds(run, healthy, fou
 def test_the_configuration_is_shown_where_it_departs_from_the_recipe_and_a_recipe_that_is_gone_is_named(tmp_path):
     text = page_of(make_run(tmp_path / "other", "--config.train.learning_rate=0.001"))
     assert "Set otherwise than recipe config/grpo.py:tiny_recam says now" in text
-    assert re.search(r"train\.learning_rate \S+ 0\.0004 0\.001", text)
+    assert re.search(r"train\.learning_rate [^→]{,90} 0\.0004 0\.001", text)
     change(tmp_path / "other/starts/001.json", recipe="mine/gone.py:best")
     assert "The recipe mine/gone.py:best is not there any more" in page_of(tmp_path / "other")
 
@@ -188,7 +201,7 @@ def test_a_knob_that_a_resumed_run_changed_is_shown_with_both_values(run):
     resume(run, 2, 20, learning_rate=0.001)
     text = page_of(run)
     assert "Changed when the run was resumed: train.learning_rate 0.0004 → 0.001 after epoch 20" in text
-    assert re.search(r"train\.learning_rate \S+ 0\.0004 0\.0004 → 0\.001 after epoch 20", text)
+    assert re.search(r"train\.learning_rate [^→]{,90} 0\.0004 0\.0004 → 0\.001 after epoch 20", text)
     resume(run, 3, 30, learning_rate=0.0004)  # as in the recipe again
     text = page_of(run)
     assert "train.learning_rate 0.0004 → 0.001 after epoch 20 → 0.0004 after epoch 30" in text
@@ -222,14 +235,14 @@ def test_every_start_is_on_the_page_with_commit_and_versions(run):
 # --- videos
 
 
-def test_videos_that_show_before_and_now_come_first(run):
+def test_the_best_and_the_worst_come_first_whether_or_not_they_were_filmed_before_training(run):
     lines = [json.loads(line) for line in (run / "videos/index.jsonl").read_text().splitlines()]
     for line in lines:
         if line["kind"] == "best":
             line["panels"] = [panel for panel in line["panels"] if panel["name"] != "base"]
     (run / "videos/index.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     clips, _ = choose(read_run(run))
-    assert [(clip.video.kind, clip.compares) for clip in clips] == [("worst", True), ("eval", True), ("best", False)]
+    assert [(clip.video.kind, clip.compares) for clip in clips] == [("best", False), ("worst", True), ("eval", True)]
     assert "Where there is no line, the condition was not filmed before training." in page_of(run)
 
 
@@ -246,6 +259,23 @@ def test_the_best_the_worst_and_the_latest_held_out_videos_are_shown_as_far_as_t
     text = page_of(run)
     assert "1 videos cannot be read and are left out." in text
     assert "1 videos of videos/index.jsonl are not there." in text
+
+
+def test_a_condition_is_shown_once_and_one_without_a_camera_by_its_prompt(run):
+    lines = [json.loads(line) for line in (run / "videos/index.jsonl").read_text().splitlines()]
+    prompts = {"eval": "a cat", "best": "a <b>dog</b>, a", "worst": "a cat"}
+    lines = [
+        line
+        | {"condition": len(prompts.get(line["kind"], "")), "scene": "prompt", "camera": "", "preset": ""}
+        | {"prompt": prompts.get(line["kind"], "")}
+        for line in lines
+    ]
+    (run / "videos/index.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [(clip.video.kind, clip.about) for clip in choose(read_run(run))[0]] == [
+        ("best", prompts["best"]),
+        ("worst", "a cat"),
+    ]
+    assert "a <b>dog</b>, a" in page_of(run)
 
 
 def test_no_file_outside_of_videos_is_read(run):
@@ -310,13 +340,20 @@ def test_many_knobs_that_differ_stand_behind_a_fold(tmp_path, run):
     assert "<summary>3 more</summary>" in fold
 
 
-def test_a_run_measured_otherwise_is_left_out_and_named(tmp_path, run):
+def test_a_run_measured_otherwise_is_left_out_and_named_and_shares_no_axis(tmp_path, run, monkeypatch):
     second, third = make_run(tmp_path / "second"), make_run(tmp_path / "third")
     change(second / "summary.json", measured_on=MEASURED_ON | {"eval.num_conditions": 4})
     (third / "summary.json").unlink()
     text = page_of(run, second, third)
     assert "second is left out: it was measured otherwise than first, with eval.num_conditions 4 instead of 8." in text
     assert "third is left out: it has no summary.json" in text
+    assert "drawn of the runs in the table above alone, health of all" in text
+    numbers = text[text.index("The curves in numbers") :]
+    assert re.findall(r"eval/trans_err_m (\w+) 0.250", numbers) == ["first"]
+    assert re.findall(r"train/grad_norm (\w+) ", numbers) == ["first", "second", "third"]
+    monkeypatch.setattr(figures, "_curve", lambda panel, name: panel.draw.keywords["runs"])
+    (drawn, *_) = figures.curves([read_run(run), read_run(second)], [read_run(run)])
+    assert drawn[0].names == ["eval/trans_err_m"] and drawn[1][0] and not drawn[1][1]
 
 
 # --- safety

@@ -105,6 +105,22 @@ def test_a_function_of_one_s_own_is_served_under_its_name(tmp_path):
     assert found.valid.all() and torch.equal(found.values, expected.values)
 
 
+def test_a_function_of_one_s_own_that_exits_is_a_fault_and_the_server_stays(tmp_path):
+    file = tmp_path / "my_rewards.py"
+    file.write_text("import sys\ndef warmth(videos, conditions):\n    sys.exit(0)\n")
+    with serving(build(parse(["--reward", f"{file}:warmth", "--port", "0"]))) as server:
+        for _ in range(2):
+            assert "status 500: RuntimeError: it called sys.exit(0)" in ask(server, "warmth").causes[0]
+
+
+@pytest.mark.parametrize("kind", ["Multipart/Form-Data; boundary=b", "application/octet-stream; charset=utf-8"])
+def test_any_content_type_is_read_and_health_may_be_asked_by_its_head(kind):
+    with hosting(Fake()) as server:
+        assert post(server, request(), **{"Content-Type": kind}) == (200, "")
+        said = httpx.head(f"{server.url}/health", trust_env=False)
+        assert said.status_code == 200 and not said.content
+
+
 def test_what_the_reward_cannot_score_arrives_as_not_valid_with_its_cause():
     asked = [dataclasses.replace(judged_conditions()[0], target_video=None), judged_conditions()[1]]
     with serving(build(parse(["--reward", "target_view", "--port", "0"]))) as server:

@@ -280,11 +280,11 @@ def test_a_folder_of_generated_videos_is_measured_before_and_after_in_pairs(plac
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([], "got none, must be one of FOLDER, --run, --config, or --videos with --cameras"),
+        ([], "got none, must be one of FOLDER, --run, --checkpoint, --config, or --videos"),
         (["somewhere", "--run", "else"], "got FOLDER and --run, must be one of"),
         (["--videos", "a"], "--videos and --cameras are both needed"),
         (["--run", "nowhere"], "--out FOLDER is needed"),
-        (["--run", "nowhere", "--out", "out"], "--run nowhere has no config.json, must be the folder of a run"),
+        (["--run", "nowhere", "--out", "out"], "nowhere has no config.json, must be the folder of a run"),
         (["nowhere"], "nowhere holds no record of tools/generate.py; for other videos give --videos and --cameras"),
         (["somewhere", "--config.sample.k=3"], "--config.sample.k=3 is no option without --config"),
         (["--videos", "a", "--cameras", "b", "--out", "c", "--adapter", "d"], "--adapter is no option without --"),

@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from tools import watch
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, str(ROOT / "tools" / "watch.py")]
 BARE = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "COLUMNS", "LINES")}
+GO_ON = "torchrun --standalone --nproc_per_node=8 train_grpo.py --config config/grpo.py:mine --config.resume=auto"
 SUMMARY = {"verdict": {"overall": "better", "in_words": "better (better: trans_err_m)"}}
 
 
@@ -31,6 +33,7 @@ def make_run(folder: Path, epochs: int = 10, num_epochs: int = 40, **changed: fl
     (folder / "starts").mkdir(parents=True)
     config = {"num_epochs": num_epochs, "max_minutes": 0.0, "output_root": "outputs"}
     start = {"time": "2026-01-02 03:04:05 +0000", "recipe": "config/grpo.py:mine", "ranks": 8, "epoch": 0}
+    start |= {"go_on": f"{GO_ON} --config.run_name=first"}
     (folder / "starts" / "001.json").write_text(json.dumps(start | {"device": "device npu (8)", "config": config}))
     files = MetricFiles(folder)
     files.append({"eval/trans_err_m": 0.2, "eval/located": 1.0, "time/evaluation_s": 3.0}, 0)
@@ -67,6 +70,13 @@ def older(folder: Path, seconds: float) -> None:
     for file in [folder, *folder.rglob("*")]:
         then = file.stat().st_mtime - seconds
         os.utime(file, (then, then))
+
+
+def test_epochs_without_length_and_a_summary_without_verdict_are_shown(tmp_path, capsys):
+    run = make_run(tmp_path / "first", epochs=40, **{"time/epoch_s": 0.0})
+    (run / "summary.json").write_text(json.dumps({"verdict": None}))
+    text = shown(run, capsys)
+    assert "no verdict on record" in text and "40/40" in text and "30.5 of 64 GiB" in text
 
 
 def test_a_live_run_shows_who_runs_it_how_far_it_is_how_long_it_takes_and_that_it_may_hang(tmp_path, capsys):
@@ -139,8 +149,21 @@ def test_a_killed_run_is_told_with_the_command_that_goes_on_with_it(tmp_path, ca
     (run / LOCK).write_text(f"process {gone.pid} on {socket.gethostname()}")
     text = shown(run, capsys)
     assert "stopped or crashed after epoch 10, without a verdict" in text and "ETA" not in text
-    again = "train_grpo.py --config config/grpo.py:mine --config.resume=auto --config.run_name=first\n"
-    assert f"go on from checkpoint_000010: {again}" in text
+    command = text.partition("go on from checkpoint_000010:\n")[2].splitlines()[:2]
+    assert shlex.split("\n".join(command).replace("\\\n", " ")) == [*GO_ON.split(), "--config.run_name=first"]
+    assert max(map(len, command)) < 100
+
+
+def test_a_run_that_a_signal_ended_says_so_and_not_that_it_crashed(tmp_path, capsys):
+    run = make_run(tmp_path / "first")
+    start = json.loads((run / "starts" / "001.json").read_text())
+    (run / "starts" / "001.json").write_text(json.dumps(start | {"ended_by": "SIGINT"}))
+    (run / "config.json").write_text(json.dumps(start["config"]))
+    text = shown(run, capsys)
+    assert "ended by SIGINT after epoch 10 of 40, without a verdict; last record" in text and "--config.resume" in text
+    assert "crashed" not in text and "running" not in text
+    (run / "summary.json").write_text(json.dumps(SUMMARY | {"ended_by": "max_minutes"}))
+    assert "ended by max_minutes after epoch 10 of 40: verdict better (better: trans_err_m)\n" in shown(run, capsys)
 
 
 def test_a_checkpoint_counts_as_saved_once_it_is_published(tmp_path, capsys):

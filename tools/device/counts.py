@@ -20,8 +20,6 @@ from flow_grpo.settings.schema import Config
 from tools.device.kernels import Records, Setting, Size, VideoSize
 
 RECIPE = f"{Path(__file__).resolve().parents[2]}/config/grpo.py:my_recam_8npu"
-# What checkpointing keeps of a block -> cost of an update in forwards; with attention kept, it is not recomputed.
-UPDATE_FORWARDS = {"blocks": 4, "keep_attention": 4, "none": 3}
 
 
 def transformer_config(size: Size) -> dict[str, Any]:
@@ -45,12 +43,13 @@ def count(setting: Setting) -> Records:
     size, model = setting.size, recipe(setting.size).model
     config = transformer_config(size)
     for video in setting.videos:
-        counted = footprint(RECAM, config, video.latent_shape, model, rows=setting.rows)
-        one = counted.forward_flops
-        forwards = {name: number * one for name, number in UPDATE_FORWARDS.items()}
-        forwards["keep_attention"] -= counted.attention_flops
+        forwards = {}
+        for kept in ("blocks", "keep_attention", "none"):
+            own = dataclasses.replace(model, checkpointing=kept)
+            counted = footprint(RECAM, config, video.latent_shape, own, rows=setting.rows)
+            one, forwards[kept] = counted.forward_flops, counted.train_flops + counted.recomputed_flops
         whole = decoding_flops(size, video) * setting.rows
-        plans = {kept: planned(setting, video, checkpointing=kept) for kept in ("blocks", "keep_attention", "none")}
+        plans = {kept: planned(setting, video, checkpointing=kept) for kept in forwards}
         rollout, updated = plans["blocks"].rollout_gib, plans["blocks"].update_gib
         for name, flops, peak in (
             ("forward", one, rollout),
@@ -78,7 +77,7 @@ def planned(setting: Setting, video: VideoSize, *, checkpointing: str) -> Plan:
         sample=dataclasses.replace(config.sample, train_batch_size=rows, num_batches_per_epoch=1),
         train=dataclasses.replace(config.train, batch_size=rows),
     )
-    return make_plan(config, 1, 1e12)
+    return make_plan(config, config.sample.k, 1e12)  # a group has a copy on each rank
 
 
 def decoding_flops(size: Size, video: VideoSize) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from flow_grpo.maths.keys import key
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.encoders.codec import codec_settings
 from flow_grpo.models.files.adapter_files import adapted_policy, boundary_of
+from flow_grpo.models.files.lora_files import lora_file
 from flow_grpo.models.registry import video_model
 from flow_grpo.models.wan_policy import WanPolicy, load_networks
 from flow_grpo.records import Condition
+from flow_grpo.run.starts import other_parts
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.runtime.device import DTYPES
@@ -33,11 +36,14 @@ from tools.generate import generate
 VIDEOS, CAMERAS, RECORD = "videos", "cameras.json", "recipe.json"
 
 
-def make_videos(config: Config, adapter: Path | None, out: Path, focal_px: float | None = None) -> tuple[Path, Path]:
+def make_videos(
+    config: Config, adapter: Path | None, out: Path, focal_px: float | None = None, run: Path | None = None
+) -> tuple[Path, Path]:
     """Generate a recipe's held-out conditions with the run's evaluation settings, noise included.
 
     Videos of an earlier, interrupted call are kept. Without an adapter the base model makes them; `focal_px` is for
-    scenes whose folder name has no focal length. Returned are the folder of videos and the camera file.
+    scenes whose folder name has no focal length. Returned are the folder of videos and the camera file. A model that is
+    not that of `run` is told by a warning.
 
     Raises:
         ValueError: a recipe of prompts, missing model, data or adapter, no focal length, or `out` holds videos made
@@ -62,6 +68,8 @@ def make_videos(config: Config, adapter: Path | None, out: Path, focal_px: float
     if missing:
         print(f"generating the {len(missing)} that are missing", flush=True)
     policy = _policy(config, adapter) if missing else None
+    if policy and run and (text := other_parts(run, policy.identity)):
+        print(text, file=sys.stderr, flush=True)
     sigmas = flow_sigmas(config.eval.num_steps, config.sample.shift)
     for index in tqdm(missing, desc="generating", unit="video", disable=None):
         assert policy is not None
@@ -72,9 +80,9 @@ def make_videos(config: Config, adapter: Path | None, out: Path, focal_px: float
 
 def _claim(config: Config, adapter: Path | None, out: Path) -> None:
     """Record the settings of a folder's videos; ValueError if its videos have others, or for a missing adapter."""
-    if adapter is not None and not adapter.is_dir():
+    if adapter is not None and not adapter.is_dir() and not lora_file(adapter).is_file():
         raise ValueError(f"--adapter {adapter} is no folder, must be the adapter folder of a run: outputs/RUN/adapter")
-    files = sorted(adapter.glob("*.*")) if adapter else []
+    files = [] if adapter is None else sorted(adapter.glob("*.*")) or [adapter]
     content = {file.name: hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() for file in files}
     settings = {name: to_dict(config)[name] for name in ("model", "data", "sample", "eval")}
     record: dict[str, Any] = {"settings": settings, "adapter": content, "torch": torch.__version__}

@@ -63,6 +63,7 @@ def of_run(folder: Path) -> dict[str, Any]:
         "kind": config.model.kind,
         "model": Path(config.model.path),
         "adapter": folder / "adapter",
+        "start_adapter": Path(config.model.adapter) if config.model.adapter else None,
         "default_prompt": config.data.prompt,
         "negative_prompt": guidance.negative_prompt,
         "guidance": guidance.scale,
@@ -94,14 +95,14 @@ def _parser(doc: str | None) -> Parser:
     add("--prompts", nargs="+", action="extend", help=prompts_help)
     add("--model", type=Path, help="folder in diffusers layout, see tools/convert_recammaster.py")
     add("--kind", default=defaults.model.kind, help="which video model: model.kind of its recipe")
-    add("--adapter", type=Path, help="adapter folder of a run: LoRA files, or a whole transformer")
+    add("--adapter", type=Path, help="adapter folder of a run, LoRA or a whole transformer; or LoRA of others, a file")
     before_help = "make every video without the adapter, too; on with --run"
     add("--before", action=BooleanOptionalAction, default=False, help=before_help)
     prompt_help = (
         "what the sources show, in a sentence or two; default: each one's text in a metadata.csv (file_name,text)"
     )
     add("--prompt", help=f"{prompt_help} beside it or its folder videos/, else the recipe's data.prompt")
-    parser.set_defaults(default_prompt=defaults.data.prompt)
+    parser.set_defaults(default_prompt=defaults.data.prompt, start_adapter=None)
     add("--negative-prompt", default=WAN_NEGATIVE_PROMPT, help="unused without guidance")
     add("--max-prompt-tokens", type=int, default=defaults.model.max_prompt_tokens, help="as in training")
     add("--out", type=Path, help="output folder; default: next to each source, with --run its folder generated/")

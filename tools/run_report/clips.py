@@ -69,11 +69,11 @@ def choose(run: Run, most_bytes: int = MOST_BYTES) -> tuple[list[PageVideo], lis
         )
     if broken:
         without.append(f"{broken} videos cannot be read and are left out.")
-    return sorted(clips, key=lambda clip: (not clip.compares, list(KINDS).index(clip.video.kind))), without
+    return clips, without
 
 
 def _wanted(videos: Sequence[IndexedVideo]) -> list[IndexedVideo]:
-    """Return the latest videos of each kind, the most telling first: best and worst in turn, then the held-out ones."""
+    """Return the latest videos of each kind: best and worst in turn, then the held-out ones that are neither."""
     latest: dict[str, list[IndexedVideo]] = {}
     for kind in KINDS:
         own = [video for video in videos if video.kind == kind]
@@ -84,7 +84,12 @@ def _wanted(videos: Sequence[IndexedVideo]) -> list[IndexedVideo]:
     in_turn = [
         video for rank in range(extremes) for kind in ("best", "worst") for video in latest[kind][rank : rank + 1]
     ]
-    return [*in_turn, *latest["eval"]]
+    shown = {_of(video) for video in in_turn}
+    return [*in_turn, *(video for video in latest["eval"] if _of(video) not in shown)]
+
+
+def _of(video: IndexedVideo) -> tuple[object, ...]:
+    return video.condition, video.scene, video.camera
 
 
 def _clip(video: IndexedVideo, file: Path) -> PageVideo:
@@ -98,7 +103,7 @@ def _clip(video: IndexedVideo, file: Path) -> PageVideo:
     return PageVideo(
         video,
         f"{KINDS[video.kind]}, epoch {video.step}",
-        ", ".join(part for part in (video.scene, video.camera, video.preset.replace("_", " ")) if part),
+        video.prompt or ", ".join(part for part in (video.scene, video.camera, video.preset.replace("_", " ")) if part),
         scores,
         "data:video/mp4;base64," + base64.b64encode(file.read_bytes()).decode("ascii"),
         *form,

@@ -20,15 +20,20 @@ from tools.run_report.held_out import Change, deciding, direction, judged, rewar
 SIZE = 3.4, 2.4  # inches of a plot: at the width of a phone its letters are still legible
 
 
-def curves(runs: Sequence[Run]) -> list[tuple[EpochPlot, Markup]]:
-    """Return the plots of one run, as in its curves.png, or of several on top of one another."""
+def curves(runs: Sequence[Run], alike: Sequence[Run]) -> list[tuple[EpochPlot, Markup]]:
+    """Return the plots of one run, as in its curves.png, or of several on top of one another.
+
+    Rewards and held-out metrics are drawn of those that were measured `alike`, health of all.
+    """
     judge = functools.partial(direction, runs[0])
     if len(runs) == 1:
         panels = list(itertools.chain(*panels_of_run(runs[0].rows, judge, functools.partial(deciding, runs[0]))))
     else:
-        names = [name for run in runs for name in judged(run)]
-        names += [f"reward/{name}_mean" for run in runs for name in rewards(run)]
-        panels = [panel_of_metric([run.rows for run in runs], name, judge) for name in dict.fromkeys([*names, *HEALTH])]
+        names = [name for run in alike for name in judged(run)]
+        names += [f"reward/{name}_mean" for run in alike for name in rewards(run)]
+        known = [run.rows if run in alike else {} for run in runs]  # in its place, which says its colour
+        panels = [panel_of_metric(known, name, judge) for name in dict.fromkeys(names)]
+        panels += [panel_of_metric([run.rows for run in runs], name, judge) for name in HEALTH]
     shown = [panel for panel in panels if any(len(run.values(name)) > 1 for run in runs for name in panel.names)]
     return [(panel, _curve(panel, f"curve {place}")) for place, panel in enumerate(shown)]
 

@@ -30,7 +30,7 @@ class OutOfBounds:
 def findings(run: Run, look_up: Callable[[str], Metric | None] = metric_of) -> tuple[list[OutOfBounds], int]:
     """Return what is outside of its bounds, the present first, and how many metrics have bounds."""
     found, known = [], 0
-    for name in sorted(name for name in run.names if not name.startswith(NOT_HERE)):
+    for name in sorted(name for name in run.columns if not name.startswith(NOT_HERE)):
         metric, series = look_up(name), run.series(name)
         if metric is None or metric.healthy is None or not series:
             continue

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flow_grpo.judging import verdict
-from flow_grpo.judging.verdict import AGREEMENT, CAMERA, OTHER, PICTURE, TRUE_VIEW, abridged, word_of
+from flow_grpo.judging.verdict import AGREEMENT, CAMERA, OTHER, PICTURE, TRUE_VIEW, abridged, plainly, word_of
 from flow_grpo.reporting.drawing.plots import worth_a_panel
 from flow_grpo.reporting.metric_names import metric_of
 from flow_grpo.settings.checks import trained_rewards
@@ -96,7 +96,7 @@ def camera_changes(run: Run, name: str) -> list[Change]:
     """Return the changes of a held-out metric, one for each kind of camera whose values before and after are known."""
     short, found = name.removeprefix("eval/"), []
     changes = run.summary.change_by_camera if run.summary else {}
-    for camera in sorted({key.split("/")[1] for key in run.names if key.startswith("eval_by_camera/")}):
+    for camera in sorted({key.split("/")[1] for key in run.columns if key.startswith("eval_by_camera/")}):
         values = run.values(f"eval_by_camera/{camera}/{short}")
         change, low, high = (changes.get(camera, {}).get(name, []) + [math.nan] * 3)[:3]
         if _began_elsewhere(run):  # the mean change tells what was before that one's training
@@ -116,7 +116,7 @@ def side_by_side(runs: Sequence[Run]) -> dict[str, Any]:
     first = next((run for run in runs if run.summary), None)
     if first is None or first.summary is None:
         why = "No run has a summary.json, so none says how it was measured: there is no table."
-        return {"runs": [], "rows": [], "without": [why]}
+        return {"alike": [], "runs": [], "rows": [], "without": [why]}
     ours, same, without = first.summary.measured_on, [], []
     for run in runs:
         theirs = run.summary.measured_on if run.summary else {}
@@ -136,7 +136,7 @@ def side_by_side(runs: Sequence[Run]) -> dict[str, Any]:
         # All values of a row have the digits that the largest change needs, so that they can be compared.
         most = max([abs(change.change) for change in found if change and math.isfinite(change.change)], default=0.0)
         rows.append((name, unit, [(number(one.after, differ=most), one) if one else None for one in found]))
-    return {"runs": [run.name for run in same], "rows": rows, "without": without}
+    return {"alike": same, "runs": [run.name for run in same], "rows": rows, "without": without}
 
 
 def judged(run: Run) -> list[str]:
@@ -149,17 +149,19 @@ def verdict_word(run: Run) -> str:
     return run.summary.verdict.overall if run.summary and run.summary.verdict else NO_VERDICT
 
 
-def sentence(run: Run) -> str:
-    """Return what the run has achieved, in the words of its verdict, or how far it has come."""
+def sentences(run: Run) -> tuple[str, str]:
+    """Return what the run has achieved, or how far it has come, as a person would say it, and the figures of that."""
     if run.summary is None or run.summary.verdict is None:
         of = f"{run.finished} of {run.config.num_epochs} epochs are on record"
-        return f"The run has no verdict in a summary.json: it is still training, or ended early. {of}."
+        why = f"it was {run.ended}" if run.ended else f"it is still training, or ended early. {of}"
+        return f"The run has no verdict in a summary.json: {why}.", ""
     verdict, conditions = run.summary.verdict, run.summary.measured_on.get("eval.num_conditions", "the")
-    words = verdict.in_words.removeprefix(f"{verdict.overall}: ")  # the word stands before the sentence
-    text = f"{tidy(words)}. Measured on {conditions} held-out conditions."
+    words = tidy(verdict.in_words.removeprefix(f"{verdict.overall}: "))  # the word stands before the sentence
+    found = [words[:1].upper() + words[1:], f"Measured on {conditions} held-out conditions"]
     if verdict.worse_by_camera:
-        text += f" Worse for a kind of camera: {tidy('; '.join(abridged(verdict.worse_by_camera)))}."
-    return text
+        found.append(f"Worse for a kind of camera: {tidy('; '.join(abridged(verdict.worse_by_camera)))}")
+    found += [f"The run {run.ended}"] if run.ended else []
+    return plainly(verdict.aspects), ". ".join([*found, ""])
 
 
 def _change(run: Run, name: str, first: int, last: int) -> Change:

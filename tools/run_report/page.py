@@ -16,6 +16,7 @@ from markupsafe import Markup, escape
 
 from flow_grpo.reporting.drawing.plots import BETTER
 from flow_grpo.reporting.drawing.style import BLUE, CYCLE, GREY, ORANGE
+from flow_grpo.reporting.metric_names import HEALTH
 from flow_grpo.settings.loading import differences
 from tools.run_folder import Run
 from tools.run_report import words
@@ -23,7 +24,7 @@ from tools.run_report.clips import MOST_BYTES, choose
 from tools.run_report.configuration import changes, knobs, settings
 from tools.run_report.figures import by_camera, camera_path, curves
 from tools.run_report.health import findings
-from tools.run_report.held_out import camera_changes, direction, held_out, judged, sentence, side_by_side, verdict_word
+from tools.run_report.held_out import camera_changes, direction, held_out, judged, sentences, side_by_side, verdict_word
 from tools.run_report.work import device, figures, phases, versions
 
 HERE = Path(__file__).resolve().parent
@@ -39,12 +40,13 @@ def render(runs: Sequence[Run], asked: str = "") -> str:
     of_words = (words.number, words.signed, words.span, words.percent, words.duration, words.tidy)
     environment.filters |= {write.__name__: write for write in (*of_words, rich, breaking)}
     script = (HERE / "script.js").read_text(encoding="utf-8")
-    drawn = curves(runs)
+    compared = side_by_side(runs) if len(runs) > 1 else None
+    drawn = curves(runs, compared["alike"] if compared else runs)
     # Names and places of the runs are no difference.
     different = differences(*(settings(run) | changes(run) for run in runs)) if len(runs) > 1 else {}
     page = environment.get_template("page.html.j2").render(
         parts=[part(run, f"run {place}", MOST_BYTES // len(runs), asked) for place, run in enumerate(runs)],
-        compared=side_by_side(runs) if len(runs) > 1 else None,
+        compared=compared,
         different=[(knob, [value or words.NOTHING for value in values]) for knob, values in different.items()],
         first_knobs=FIRST_KNOBS,
         curves=drawn,
@@ -52,7 +54,7 @@ def render(runs: Sequence[Run], asked: str = "") -> str:
             (name, run, ends)
             for panel, _ in drawn
             for name in panel.names
-            for run in runs
+            for run in (runs if name in HEALTH or not compared else compared["alike"])
             if (ends := run.series(name))
         ],
         colours={"before": GREY, "after": BLUE, "commanded": BLUE, "estimated": ORANGE},
@@ -76,7 +78,7 @@ def part(run: Run, name: str, most_bytes: int, asked: str) -> dict[str, Any]:
     return {
         "run": run,
         "word": verdict_word(run),
-        "sentence": sentence(run),
+        "sentences": sentences(run),
         "device": device(run),
         "groups": [(title, list(own)) for title, own in itertools.groupby(held_out(run), lambda change: change.group)],
         "clips": clips,

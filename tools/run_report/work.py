@@ -22,7 +22,7 @@ NOTES = {
 
 def phases(run: Run) -> list[tuple[str, float, float, float]]:
     """Return (phase, seconds, those of an epoch, share of the run), the longest first; NaN for what is in no epoch."""
-    totals = {phase: sum(run.values(name)) for name in sorted(run.names) if (phase := phase_of(name))}
+    totals = {phase: sum(run.values(name)) for name in sorted(run.columns) if (phase := phase_of(name))}
     every, epochs = sum(totals.values()) or 1.0, max(1, len(run.epochs))
     return [
         (name, seconds, math.nan if name in OUTSIDE_EPOCHS else seconds / epochs, seconds / every)
@@ -48,7 +48,7 @@ def figures(run: Run) -> list[tuple[str, str, str]]:
     """Return (what, value, what that means where it is not plain) of the work of a run."""
     kinds = [
         f"{name.removeprefix('system/sent_').removesuffix('_gib')} {number(gib * 1024)} MiB"
-        for name in sorted(run.names)
+        for name in sorted(run.columns)
         if name.startswith("system/sent_") and (gib := typical(run, name))
     ]
     memory, total = largest(run, "system/memory_peak_gib"), largest(run, "system/memory_total_gib")

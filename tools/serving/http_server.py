@@ -96,7 +96,7 @@ class RewardServer:
         if self._token and not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
             raise RefusedError(401, "the token is missing or wrong")
         call = (request.method, request.scope["path"])
-        if call == ("GET", "/health"):
+        if call in (("GET", "/health"), ("HEAD", "/health")):  # the second as monitors ask
             return JSONResponse(self.service.health())
         if call != ("POST", "/score"):
             raise RefusedError(404, "here are GET /health and POST /score")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flow_grpo import rewards
 from flow_grpo.records import Condition, RewardResult
-from flow_grpo.rewards.base import Reward
+from flow_grpo.rewards.base import Reward, RewardSet
 from flow_grpo.rewards.remote import protocol
 from flow_grpo.runtime.lru import LruCache
 
@@ -59,7 +59,7 @@ class LocalScorer:
     """A reward of this project as a hosted model."""
 
     def __init__(self, reward: Reward) -> None:
-        self._reward = reward
+        self._reward, self._set = reward, RewardSet([reward], {reward.name: 1.0})
         self.model = reward.name
         # The code of all rewards: a reward's value depends on more files than its own.
         self.version = checksum(Path(rewards.__file__).parent, "*.py")
@@ -67,7 +67,7 @@ class LocalScorer:
         self.needs = NEEDS.get(reward.name, ("source", "target"))
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> dict[str, RewardResult]:
-        return {self.scores[0]: self._reward(videos, conditions)}
+        return {self.scores[0]: self._set.call(self._reward, videos, conditions)}
 
 
 class RefusedError(Exception):

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from flow_grpo.algorithm import debug_print
 from flow_grpo.algorithm.rollout.denoise import check_noise
-from flow_grpo.algorithm.rollout.shared_step import dealt
 from flow_grpo.maths.advantages import CombinedAdvantages, combine_rewards
 from flow_grpo.maths.reward_rules import Gated, gate, weights_at
 from flow_grpo.records import Rows, Samples, ScoredBatch, TrainingBatch
+from flow_grpo.runtime.ranks.exchange import dealt
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.errors import RunStoppedError
 from flow_grpo.settings.schema import RewardConfig, SampleConfig

@@ -79,6 +79,9 @@ class DynamicSampling:
             groups = [self.groups(chosen, 0, reward)]
             pool = SamplePool(self.world)
             pool.add(chosen, {row for group in groups[0] for row in group.rows})
+        self._main(f"Initial batch: collected {self._progress(self.decide(groups))} valid samples globally")
+        if why := self._why(gathered, groups[0], reward):
+            self._main(why)
         decision = self._fill(pool, groups, sample_round, reward)
         moves = {"dyn/moved_samples": 0.0, "dyn/moved_bytes": 0.0}
         if decision.action == "original":
@@ -108,12 +111,32 @@ class DynamicSampling:
         pool_row = {row: number * len(order) + position for position, row in enumerate(order)}
         return groups_of(gathered.gids, gathered.slots, flat=flat, incomplete=incomplete, pool_row=pool_row)
 
+    def _floors(self, reward: RewardConfig) -> dict[str, float]:
+        """Return the rewards that groups are judged by, with the range that makes one count."""
+        names = [self.config.metric] if self.config.metric else [n for n, w in reward.weights.items() if w]
+        return {name: max(self.floors.get(name, 0.0), reward.flat_eps) for name in names}
+
+    def _why(self, gathered: Gathered, groups: Sequence[SampleGroup], reward: RewardConfig) -> str:
+        """Return why groups carry no signal, in words; "" where all do."""
+        after, said = compare.gated(gathered, reward, self.floors), []
+        bad = [group for group in groups if group.kind != "valid"]
+        for name, floor in self._floors(reward).items() if bad else ():
+            found, valid = gathered.rewards[name], gathered.valid[name]
+            found, valid = (after[name].values, after[name].valid) if name in after else (found, valid)
+            own = {group: found[(gathered.gids == group.gid) & valid] for group in bad}
+            ranges = [float(v.max() - v.min()) for group, v in own.items() if len(v) and group.kind == "flat"]
+            lacking = sum(self.k - len(v) for v in own.values())
+            said.append(f"{name} ranges over {max(ranges, default=0.0):.3g} at most, more than {floor:.3g} counts")
+            said += [f"{lacking} copies have no value"] if lacking else []
+        flat = sum(group.kind == "flat" for group in bad)
+        counted = f"Why: {flat} of {len(groups)} groups flat, {len(bad) - flat} incomplete: "
+        return counted + ", ".join(said) if bad else ""
+
     def _fill(
         self, pool: SamplePool, groups: list[tuple[SampleGroup, ...]], sample_round: SampleRound, reward: RewardConfig
     ) -> Decision:
         """Sample rounds until the pool is full or no more are allowed; `groups` grows by a row per round."""
         decision = self.decide(groups)
-        self._main(f"Initial batch: collected {self._progress(decision)} valid samples globally")
         while decision.action == "more":
             number = len(groups)
             self._main(
@@ -139,8 +162,7 @@ class DynamicSampling:
         shortages.append(int(decision.valid < self.target))
         del shortages[:-WINDOW]
         if _too_often(shortages) and not warned:
-            names = [self.config.metric] if self.config.metric else [n for n, w in reward.weights.items() if w]
-            floors = ", ".join(f"{max(self.floors[name], reward.flat_eps):g} in {name}" for name in names)
+            floors = ", ".join(f"{floor:g} in {name}" for name, floor in self._floors(reward).items())
             self._warn(
                 f"⚠️ The pool fell short in {sum(shortages)} of the last {WINDOW} epochs. Look at "
                 f"reward/*_group_range_p50 (a group counts when it ranges over more than {floors}), "

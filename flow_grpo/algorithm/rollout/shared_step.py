@@ -19,23 +19,11 @@ from flow_grpo.algorithm.rollout.batching import full_batches
 from flow_grpo.algorithm.rollout.denoise import initial_noise, prefix, window_rows
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, Conditioning, Samples, Trajectory
-from flow_grpo.runtime.ranks.exchange import hand_out, owners
+from flow_grpo.runtime.ranks.exchange import dealt, hand_out
 from flow_grpo.runtime.ranks.process_group import Group
 from flow_grpo.settings.sampling import Sampling
 
 Batch = tuple[tuple[Condition, ...], Conditioning]
-
-
-def dealt(gids: Sequence[Sequence[int]]) -> tuple[dict[int, int], list[list[int]]]:
-    """Return each group's rank, and per rank its groups, ascending, filled up with others that it holds.
-
-    So all ranks make equally many calls, in the rollout and in the update, where those others have no weight.
-    """
-    owner = owners(gids)
-    share = [[gid for gid in owner if owner[gid] == rank] for rank in range(len(gids))]
-    most = max(map(len, share))
-    spare = [[gid for gid in dict.fromkeys(held) if gid not in own] for held, own in zip(gids, share, strict=True)]
-    return owner, [[*own, *more[: most - len(own)]] for own, more in zip(share, spare, strict=True)]
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from einops import rearrange
 from safetensors import safe_open
 from torch import Tensor
 
-from flow_grpo.models.files.model_files import check_component, read_statistics, stored_shapes, summarize
+from flow_grpo.models.files.model_files import check_component, check_finite, read_statistics, stored_shapes, summarize
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.tensor_store import files_key
 from flow_grpo.settings.schema import ModelConfig
@@ -159,6 +159,7 @@ def _load_half(folder: Path, half: Half, dtype: torch.dtype) -> AutoencoderKLWan
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             state |= {name: opened.get_tensor(name).to(dtype) for name in opened.keys() if name.startswith(wanted)}  # noqa: SIM118
+    check_finite(state, folder)
     network.load_state_dict(state, assign=True)
     return network
 

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from flow_grpo.models.files.model_files import summarize
+from flow_grpo.models.files.model_files import check_finite, summarize
 from flow_grpo.runtime import device as device_api
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}  # otherwise a folder's own code asks to be run
@@ -78,6 +78,7 @@ def load_frozen(kind: Any, folder: Path, dtype: torch.dtype, **placement: str) -
     wrong = sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])})
     if wrong:
         raise ValueError(f"{folder} lacks the weights of config.json for {summarize(wrong)}; download it again")
+    check_finite(dict(network.named_parameters()), folder)
     network.eval()  # type: ignore[no-untyped-call]
     network.requires_grad_(False)
     return network

@@ -14,12 +14,14 @@ import torch
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from diffusers.models.modeling_utils import ModelMixin
 from huggingface_hub import split_torch_state_dict_into_shards
-from peft import get_peft_model_state_dict
+from peft import LoraConfig, get_peft_model_state_dict
+from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flow_grpo.models.adapters import has_lora, trained_parameters
-from flow_grpo.models.files.model_files import WAY_OUT, WEIGHTS_FILE, read_tensors
+from flow_grpo.models.files.lora_files import CAMERA_COUNT, CAMERA_FILE, LORA_FILE, PREFIX, lora_file, read_lora
+from flow_grpo.models.files.model_files import WAY_OUT, WEIGHTS_FILE, read_tensors, summarize
 from flow_grpo.models.networks.transformers import (
     BOUNDARY,
     TransformerType,
@@ -35,11 +37,7 @@ from flow_grpo.runtime.json_files import read_json_object
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.sharding import is_sharded, unwrap, whole
 
-LORA_FILE = "pytorch_lora_weights.safetensors"  # adapters on modules that base Wan has
-CAMERA_FILE = "camera_modules.safetensors"  # trained weights of the modules that plain Wan does not have
 FILE_SIZE = "2GB"  # largest file of a transformer whose parameters are sharded
-CAMERA_COUNT = "camera_tensors"  # metadata key in both files: number of tensors in CAMERA_FILE
-
 CARD = "README.md"
 # Filled in with the transformer's class `kind` in `module`, its camera modules and its variant.
 LORA_CARD = f"""---
@@ -49,7 +47,7 @@ tags: [video-to-video, camera-control, lora]
 An adapter trained with GRPO on a camera-controlled video-to-video model ({{kind}} on Wan2.1).
 
 - `{LORA_FILE}`: adapters on modules that base Wan has. Plain diffusers loads them, **without camera control**:
-  `transformer.load_lora_adapter(folder, prefix=None, weight_name="{LORA_FILE}")`
+  `pipeline.load_lora_weights(folder)`
 - `{CAMERA_FILE}`: the trained camera modules ({{modules}}), which only this project's model has:
 
       from flow_grpo.models.files.adapter_files import load_adapter
@@ -75,8 +73,7 @@ PLAIN_CARD = f"""---
 library_name: diffusers
 ---
 A {{kind}} trained with GRPO. Plain diffusers loads adapters (`{LORA_FILE}`) with
-`transformer.load_lora_adapter(folder, prefix=None, weight_name="{LORA_FILE}")` and a whole transformer with
-`{{kind}}.from_pretrained(folder)`.
+`pipeline.load_lora_weights(folder)` and a whole transformer with `{{kind}}.from_pretrained(folder)`.
 """
 OWN_CARD = f"""The weights of a {{kind}} trained with GRPO, its state dict in `{WEIGHTS_FILE}`:
 
@@ -110,9 +107,9 @@ def save_adapter(policy: Policy, folder: str | Path, world: World | None = None)
 
     Of a network that is not diffusers' the state dict is written.
 
-    `LORA_FILE` loads into diffusers' Wan transformer with `load_lora_adapter(folder, prefix=None,
-    weight_name=LORA_FILE)`; weights of the camera modules, which that model lacks, are in `CAMERA_FILE`. A
-    transformer's weights are a variant, which plain diffusers does not load by mistake. If parameters are sharded, at
+    `LORA_FILE` loads into diffusers' Wan pipelines with `load_lora_weights(folder)`; weights of the camera modules,
+    which their model lacks, are in `CAMERA_FILE`. A transformer's weights are a variant, which plain diffusers does
+    not load by mistake. If parameters are sharded, at
     most the adapters or one file of `FILE_SIZE` are gathered at a time.
 
     Args:
@@ -168,15 +165,15 @@ def _write_lora(network: Any, trained: dict[str, Tensor], folder: Path, boundary
     # Like diffusers' `save_lora_adapter`, but camera modules go to a separate file.
     tensors = get_peft_model_state_dict(network, state_dict=trained, adapter_name="default")
     settings = {
-        name: sorted(value) if isinstance(value, set) else value
+        PREFIX + name: sorted(value) if isinstance(value, set) else value
         for name, value in network.peft_config["default"].to_dict().items()
     }
     camera = {name for name in tensors if is_camera_weight(network, name)}
     header = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(settings, indent=2, sort_keys=True)}
     header |= {CAMERA_COUNT: str(len(camera))} | ({BOUNDARY: str(boundary)} if boundary else {})
-    files = ({CAMERA_FILE: camera} if camera else {}) | {LORA_FILE: tensors.keys() - camera}
-    for file, names in files.items():
-        save_file({name: tensors[name].contiguous() for name in sorted(names)}, folder / file, header)
+    files = ({CAMERA_FILE: ("", camera)} if camera else {}) | {LORA_FILE: (PREFIX, tensors.keys() - camera)}
+    for file, (prefix, names) in files.items():
+        save_file({prefix + name: tensors[name].contiguous() for name in sorted(names)}, folder / file, header)
 
 
 def _write_in_files(network: Any, folder: Path, world: World) -> None:
@@ -207,28 +204,18 @@ def load_adapter(
 ) -> TransformerType:
     """Load what `save_adapter` wrote: add adapters to the transformer in place, or return another transformer.
 
-    Another transformer is loaded in `dtype`. Older adapters with all tensors in `LORA_FILE` load too.
+    Another transformer is loaded in `dtype`. LoRA of others loads too, from a folder or a file, see `read_lora`.
 
     Raises:
         ValueError: the folder holds neither, a file is missing or damaged, or an adapter does not fit this transformer.
     """
-    file, camera_file = Path(folder) / LORA_FILE, Path(folder) / CAMERA_FILE
-    if not file.is_file():
+    if not lora_file(Path(folder)).is_file():
         return load_transformer(type(transformer), folder, dtype)
-    stored, header = read_tensors(file)
-    if camera_file.is_file():
-        stored |= read_tensors(camera_file)[0]
-    elif (count := header.get(CAMERA_COUNT, "0")) != "0":
-        raise ValueError(f"adapter {folder} lacks {CAMERA_FILE} with {count} tensors; copy the whole folder")
-    if not stored:
-        raise ValueError(f"adapter {folder} holds no tensor, it would change nothing; save or copy it again")
-    metadata = json.loads(header.get(LORA_ADAPTER_METADATA_KEY, "{}"))
-    if "lora_alpha" not in metadata:
-        raise ValueError(f"adapter {folder} lacks lora_alpha, which scales it, in {LORA_FILE}'s header; save it again")
+    stored, settings = read_lora(Path(folder))
     fitting = [name for name, tensor in stored.items() if _fits(transformer, name, tensor)]
     if len(fitting) == len(stored):
-        # With its default prefix, diffusers would load nothing.
-        transformer.load_lora_adapter(dict(stored), prefix=None, metadata=metadata)
+        _check_whole(transformer, stored, settings, folder)
+        transformer.load_lora_adapter(dict(stored), prefix=None, metadata=settings or None)
         fitting = [n for n, _ in transformer.named_parameters() if ".lora_" in n or ".modules_to_save." in n]
     if len(fitting) != len(stored):
         raise ValueError(
@@ -238,9 +225,18 @@ def load_adapter(
     return transformer.eval()
 
 
+def _check_whole(network: Any, stored: Mapping[str, Tensor], settings: dict[str, Any], folder: str | Path) -> None:
+    # peft only warns where modules that the settings name get no adapter.
+    given, config = {name.partition(".lora_")[0] for name in stored}, LoraConfig(**settings)
+    names = [name for name, _ in network.named_modules() if name not in given] if config.target_modules else []
+    if lacking := [name for name in names if check_target_module_exists(config, name)]:
+        text = f"the tensors of {summarize(lacking)}, which its settings name"
+        raise ValueError(f"adapter {folder} lacks {text}; save or copy it again")
+
+
 def boundary_of(folder: str | Path) -> float:
     """Return the `boundary_ratio` of what `save_adapter` wrote; ValueError if a file is missing or damaged."""
-    file = Path(folder) / LORA_FILE
+    file = lora_file(Path(folder))
     found = read_tensors(file)[1] if file.is_file() else read_json_object(file.with_name("config.json"), WAY_OUT)
     return float(found.get(BOUNDARY, 0.0))
 
@@ -263,7 +259,7 @@ def adapted_policy(networks: Networks, folder: Path | None, boundary: float = 0.
 
 def _fits(transformer: nn.Module, name: str, tensor: Tensor) -> bool:
     # A low-rank factor must fit its base weight, any other tensor its parameter.
-    module, _, leaf = re.sub(r"\.lora_[AB](?=\.weight$)", "", name).rpartition(".")
+    module, _, leaf = re.sub(r"\.lora_[AB](?=\.(weight|bias)$)", "", name).rpartition(".")
     try:
         shape = getattr(transformer.get_submodule(module), leaf).shape
     except AttributeError:

@@ -140,9 +140,19 @@ def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and the metadata of a safetensors file; ValueError if it is missing or damaged."""
     try:
         with safe_open(regular_file(file), framework="pt") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}, dict(opened.metadata() or {})  # noqa: SIM118
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            header = dict(opened.metadata() or {})
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file} is missing or damaged: {error}; save, copy or download it again") from None
+    check_finite(tensors, file)
+    return tensors, header
+
+
+def check_finite(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Raise ValueError where weights of a file are NaN or infinite: so would be all that is computed with them."""
+    known = {name: own for name, own in tensors.items() if own.dtype in DTYPES and own.numel() and not own.is_meta}
+    if wrong := [name for name, own in known.items() if not torch.stack(own.aminmax()).isfinite().all()]:
+        raise ValueError(f"{file} holds NaN or infinity in {summarize(wrong)}; save, copy or download it again")
 
 
 def _read_torch(file: Path) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import nn
 
-from flow_grpo.models.files.model_files import check_component
+from flow_grpo.models.files.model_files import check_component, check_finite
 
 TransformerType = TypeVar("TransformerType", bound=WanTransformer3DModel)
 # `model.boundary_ratio` in an export's metadata or config.json, of which diffusers takes other names for arguments.
@@ -69,5 +69,6 @@ def load_transformer(
         problem = " ".join(str(error).partition(". If you want")[0].split())[:300]
     if model is None or problem:
         raise ValueError(f"{folder}: the weights are not those of config.json ({problem}); download it again")
+    check_finite(dict(model.named_parameters()), Path(folder))
     model.eval()
     return model

@@ -66,9 +66,12 @@ def examine(trainer: Trainer) -> None:
         others = [found for found in findings if found.status != "ok"]
         trainer.progress.say("\n".join([summary(findings, time.perf_counter() - begun), *as_table(others)]))
         if failed(findings):
+            why = [
+                f"{own.name}: {own.measured.splitlines()[0]}: {own.way_out}" for own in findings if own.status == "fail"
+            ]
             raise ValueError(
-                f"the doctor's checks {', '.join(failed(findings))} fail, see above; fix that, look closer with "
-                "tools/doctor.py, or pass --config.doctor=off to train in spite of it"
+                f"the doctor's check fails, {'; '.join(why)}; look closer with tools/doctor.py, or pass "
+                "--config.doctor=off to train in spite of it"
             )
     except ValueError:
         trainer.tracker.close()

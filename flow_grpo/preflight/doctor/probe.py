@@ -20,6 +20,7 @@ from flow_grpo.algorithm.rollout.batching import full_batches
 from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.algorithm.update.objective import GrpoObjective
 from flow_grpo.data.k_repeat_sampler import SampleKey
+from flow_grpo.maths.keys import generator
 from flow_grpo.maths.sde import log_prob, per_sample
 from flow_grpo.preflight.doctor.findings import Finding, finding
 from flow_grpo.records import Condition, Samples
@@ -31,6 +32,7 @@ from flow_grpo.settings.sampling import Sampling
 STANDARD_ERRORS = 5.0  # a false alarm with probability 6e-7
 KS_BOUND = 2.745  # the same probability under Kolmogorov's law, 2 exp(-2 x^2) (Smirnov 1948)
 KS_ELEMENTS = 1_000_000  # at most: sorting more finds nothing more
+ROW_GAP = {"fp32": 1e-3, "bf16": 0.1}  # rounding that differs with the rows of a call, times guidance; mixed rows: 1
 SHARE_OF_CLIP = 0.1  # of clip_range that a mismatch may use up
 RECORDED = 4096  # elements recorded of every layer's output, evenly spaced: all of them would not fit in memory
 
@@ -61,6 +63,8 @@ def examine_probe(trainer: Trainer, batch_sizes: Iterable[int] = ()) -> Iterator
         RuntimeError: on every rank, if it cannot be rolled out or replayed on any.
     """
     objective, probe = replaying_objective(trainer), roll_out_probe(trainer)
+    if not trainer.config.model.compile:  # which would compile once more, for a single row
+        yield _examine_rows(trainer, probe)
     if objective is not None:
         yield from _examine_replays(trainer, objective, probe, batch_sizes)
     else:
@@ -98,6 +102,27 @@ def _examine_replays(
     yield check_latents_fp32(probe.trajectory.states)
     yield check_ratio(log_ratios, train.clip_range, train.old_log_prob, exact=exact, layer=layer)
     yield check_ratio_by_batch_size(gaps, train.clip_range, few, train.old_log_prob)
+
+
+def _examine_rows(trainer: Trainer, probe: Samples) -> Finding:
+    """Check that the first and the last row of a batch get the velocity that they get alone; each has its own noise."""
+    policy, like, last = trainer.updater.policy, probe.final_latents, len(probe) - 1
+    draws = [torch.randn(like.shape[1:], generator=generator("doctor", "row", row)) for row in range(len(probe))]
+    latents, sigma = torch.stack(draws).to(like), trainer.collector.sampling.sigmas[:1].expand(len(probe)).to(like)
+    gap = 0.0
+    with trainer.world.sync_errors("the rows"), torch.no_grad():
+        together = policy.velocity(latents, sigma, probe.conditioning)
+        for row in (slice(0, 1), slice(last, last + 1)):
+            alone = policy.velocity(latents[row], sigma[row], probe.conditioning.rows(row))
+            gap = max(gap, float((together[row] - alone).norm() / alone.norm().clamp(min=1e-9)))
+    bound = ROW_GAP[trainer.config.model.dtype]
+    message = (
+        f"the velocity of a row differs by {gap:.2g} of its size from that in a batch of {len(probe)}, bound {bound}"
+    )
+    way_out = (
+        "velocity() of the policy must treat every row of its batch by itself: look for flip, mean or [0] over rows"
+    )
+    return finding("rows", message, fail="" if gap <= bound else way_out)
 
 
 def _largest(values: Tensor) -> float:

@@ -57,7 +57,8 @@ def examine_schedule(trainer: Trainer) -> Iterator[Finding]:
     """Check the evaluation, and the noise and choice of stochastic steps unless the ODE is sampled; collective call."""
     yield check_guidance(training_guidance(trainer.config), eval_guidance(trainer.config))
     evaluator = trainer.evaluator
-    yield check_power(power.usual_spreads(trainer.config), len(evaluator.indices), evaluator.scenes)
+    ranks = trainer.world.data.size
+    yield check_power(power.usual_spreads(trainer.config), len(evaluator.indices), evaluator.scenes, ranks)
     settings, allowed = trainer.collector.sampling, trainer.config.sample.sde_steps
     sigmas, sde = settings.sigmas, settings.sde
     if sde.kind == "ode":
@@ -173,10 +174,10 @@ def check_guidance(training: Guidance, evaluation: Guidance) -> Finding:
     return finding("guidance", message, warn="" if same else way_out)
 
 
-def check_power(spreads: dict[str, float], conditions: int, scenes: int) -> Finding:
+def check_power(spreads: dict[str, float], conditions: int, scenes: int, ranks: int = 1) -> Finding:
     """Check what an evaluation of so many conditions of so many scenes can see; `spreads` as of `judging.power`."""
     few = scenes < LEAST_SCENES
     blind = few or any(power.least_visible(s, conditions, scenes) > BLIND for s in spreads.values())
     way_out = "the verdict may stay unclear: raise eval.num_conditions, and for more scenes data.report_scenes, with "
     way_out += "eval.split='tune' data.tune_scenes"
-    return finding("evaluation", power.in_words(spreads, conditions, scenes), warn=way_out if blind else "")
+    return finding("evaluation", power.in_words(spreads, conditions, scenes, ranks), warn=way_out if blind else "")

@@ -78,9 +78,11 @@ def check_rate(shares: Sequence[float], learning_rate: float) -> Finding:
     `shares` are learning rate / root mean square of every trained tensor that is not zero.
     """
     share = float(torch.tensor(shares).median()) if shares else 0.0
-    message = f"one update moves a weight by {share:.2g} of its size (median of {len(shares)} tensors)"
-    way_out = f"lower train.learning_rate={learning_rate:g}"
-    destroys = f"one update replaces the weights: {way_out}" if share > DESTROYING_SHARE else ""
+    knob = f"train.learning_rate={learning_rate:g}"
+    message = f"{knob} moves a weight by {share:.2g} of its size in one update (median of {len(shares)} tensors)"
+    least = learning_rate * LARGE_SHARE / max(share, LARGE_SHARE)
+    way_out = f"lower it to --config.train.learning_rate={least:.1g}, {LARGE_SHARE:.0%}, or below"
+    destroys = f"that replaces the weights: {way_out}" if share > DESTROYING_SHARE else ""
     return finding("rate", message, fail=destroys, warn=way_out if share > LARGE_SHARE else "")
 
 

@@ -16,6 +16,7 @@ from flow_grpo.rewards.remote.protocol import TOKEN, one_line, token
 
 CONNECT_S = 5.0
 MAX_DELAY_S = 10.0  # whatever Retry-After asks for
+MAX_ANSWER = 2**24  # bytes that are read of an answer: scores and causes of thousands of videos
 RETRIED = (408, 429)  # and every 5xx
 
 # Their info and debug lines quote addresses and whatever a server sent, which may be the token.
@@ -42,7 +43,7 @@ def ask(url: str, timeout_s: float, body: bytes | None = None, delays_s: Sequenc
 
     Args:
         url: http://HOST:PORT/PATH or https://HOST:PORT/PATH.
-        timeout_s: longest wait of an attempt for the server to take or send anything.
+        timeout_s: longest wait of an attempt for the server to take or send anything, and for all that it sends.
         body: content of a POST.
         delays_s: seconds before each further attempt, at most 10.
 
@@ -64,7 +65,7 @@ def _attempt(url: str, timeout_s: float, body: bytes | None) -> bytes:
     if not (token().isascii() and token().isprintable()):
         raise ServiceError(f"not asked: {TOKEN} is no printable ASCII text")
     try:
-        response = httpx.request(
+        with httpx.stream(
             "GET" if body is None else "POST",
             url,
             content=None if body is None else io.BytesIO(body),  # httpx sends a file in pieces
@@ -72,19 +73,32 @@ def _attempt(url: str, timeout_s: float, body: bytes | None) -> bytes:
             timeout=httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s)),
             verify=ssl.create_default_context(),
             trust_env=False,  # no proxy and no .netrc: connect only to the address in the configuration
-        )
+        ) as response:
+            content = _content(response, timeout_s)
     except (httpx.ReadTimeout, httpx.WriteTimeout):
         raise _RetryableError(f"no answer within {timeout_s:g} s") from None
     except httpx.HTTPError as error:
         raise _RetryableError(one_line(f"{type(error).__name__}: {error}")) from None
     status = response.status_code
     if status == 200:
-        return response.content
+        return content
     cause = response.reason_phrase
     with contextlib.suppress(Exception):  # a proxy between answers anything
-        cause = json.loads(response.content)["error"]
+        cause = json.loads(content)["error"]
     cause = f"status {status}: {one_line(cause)}"
     if status in RETRIED or status >= 500:
         pause = response.headers.get("Retry-After", "")  # a date would need synchronised clocks
         raise _RetryableError(cause, float(pause) if pause.isascii() and pause.isdigit() else 0.0)
     raise ServiceError(f"refused, {cause}")
+
+
+def _content(response: httpx.Response, timeout_s: float) -> bytes:
+    """Return what a server answers, whose size and duration are bounded here, whatever it sends."""
+    content, end = bytearray(), time.monotonic() + timeout_s
+    for piece in response.iter_bytes():
+        content += piece
+        if len(content) > MAX_ANSWER:
+            raise ServiceError(f"answers with more than {MAX_ANSWER} bytes, which no reply to it needs")
+        if time.monotonic() > end:
+            raise _RetryableError(f"no whole answer within {timeout_s:g} s")
+    return bytes(content)

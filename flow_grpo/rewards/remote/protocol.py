@@ -107,7 +107,7 @@ def read_health(content: bytes, name: str) -> tuple[tuple[str, str], Health]:
     _check_version(sent.get("protocol"))
     if name not in sent["rewards"]:
         raise ValueError(f"server scores {', '.join(sent['rewards'])}, not {name}")
-    return _identity(sent), Health(tuple(sent["needs"]), int(sent["max_bytes"]))
+    return _identity(sent), Health(tuple(sorted({"source", "target"} & set(sent["needs"]))), int(sent["max_bytes"]))
 
 
 def _identity(sent: Mapping[str, Any]) -> tuple[str, str]:
@@ -198,13 +198,17 @@ def read_reply(body: bytes, name: str, conditions: Sequence[Condition]) -> tuple
     meta, tensors = decode(body)
     if meta["samples"] != _rows(conditions):
         raise ValueError(f"reply is to other samples than were sent: {meta['samples']}")
-    values, faulty = tensors[f"scores.{name}"].float(), torch.tensor(meta["faulty"], dtype=torch.bool)
-    causes = [(one_line(cause) or "server calls it not valid") if cause else "" for cause in meta["causes"]]
+    values, faulty, causes = (
+        tensors[f"scores.{name}"].float(),
+        torch.tensor(meta["faulty"], dtype=torch.bool),
+        meta["causes"],
+    )
     if not (values.shape == faulty.shape == (len(causes),) == (len(conditions),)):
         raise ValueError(
             f"reply has scores of shape {tuple(values.shape)}, faulty {tuple(faulty.shape)} and {len(causes)} causes, "
             f"must be {len(conditions)} of each"
         )
+    causes = [(one_line(cause) or "server calls it not valid") if cause else "" for cause in causes]
     valid = torch.tensor([not cause for cause in causes])
     if (valid & faulty).any():
         raise ValueError("reply calls a sample both valid and faulty")

@@ -189,10 +189,10 @@ def _compare_identity(path: Path, saved: Mapping[str, str], current: Mapping[str
     if saved.pop(FILES, None) != current.pop(FILES, None) and world.is_main:
         _log.warning("%s was saved with data files of other sizes: the run resumes, assuming a repair", path)
     differences = []
-    for field in sorted({*saved, *current}):
-        if saved.get(field) != current.get(field):
-            there, here = (repr(values[field]) if field in values else "absent" for values in (saved, current))
-            differences.append(f"{field} is {there} there and {here} here")
+    for field in sorted(saved):  # what an earlier version did not save is not known
+        if saved[field] != current.get(field):
+            here = repr(current[field]) if field in current else "absent"
+            differences.append(f"{field} is {saved[field]!r} there and {here} here")
     if differences:
         raise ValueError(
             f"{path} belongs to another run: {'; '.join(differences)}; resume with the configuration it was saved "

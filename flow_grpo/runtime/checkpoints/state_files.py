@@ -17,6 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from flow_grpo.runtime.atomic_file import naming
+
 Copy = tuple[dict[str, Tensor], str]
 
 
@@ -39,10 +41,11 @@ def write(stem: Path, copy: Copy) -> None:
     """Write what `copied` returned to the files `paths(stem)` and fsync them; OSError if a file cannot be written."""
     tensor_file, rest_file = paths(stem)
     tensors, rest = copy
-    save_file(tensors, tensor_file)
-    rest_file.write_text(rest)
-    fsync(tensor_file)
-    fsync(rest_file)
+    with naming(stem.parent):
+        save_file(tensors, tensor_file)
+        rest_file.write_text(rest)
+        fsync(tensor_file)
+        fsync(rest_file)
 
 
 def read(stem: Path) -> dict[str, Any]:

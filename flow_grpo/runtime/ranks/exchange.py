@@ -92,12 +92,29 @@ def owners(wanted: Sequence[Sequence[Key]]) -> dict[Key, int]:
     from scipy.optimize import linear_sum_assignment  # a second, which one rank does not wait for
 
     for most in range(math.ceil(len(keys) / len(wanted)), len(keys) + 1):
-        costs = [[key not in own for own in needed for _ in range(most)] for key in keys]
+        # Where it can be, each rank makes one of as many neighbours as there are ranks: they are equally much work.
+        wrong = len(keys) + 1
+        costs = [
+            [wrong * (key not in own) + (turn != place // len(wanted)) for own in needed for turn in range(most)]
+            for place, key in enumerate(keys)
+        ]
         places = linear_sum_assignment(costs)[1].tolist() if keys else []
         found = {key: place // most for key, place in zip(keys, places, strict=True)}
         if all(key in needed[rank] for key, rank in found.items()):
             return found
     raise AssertionError("a rank may make all that it needs")
+
+
+def dealt(gids: Sequence[Sequence[int]]) -> tuple[dict[int, int], list[list[int]]]:
+    """Return each group's rank, and per rank its groups, ascending, filled up with others that it holds.
+
+    So all ranks make equally many calls, in the rollout and in the update, where those others have no weight.
+    """
+    owner = owners(gids)
+    share = [[gid for gid in owner if owner[gid] == rank] for rank in range(len(gids))]
+    most = max(map(len, share))
+    spare = [[gid for gid in dict.fromkeys(held) if gid not in own] for held, own in zip(gids, share, strict=True)]
+    return owner, [[*own, *more[: most - len(own)]] for own, more in zip(share, spare, strict=True)]
 
 
 def hand_out(

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import signal
 import socket
 import traceback
 from collections import Counter
@@ -227,23 +228,40 @@ class World:
     def broadcast_failure(self) -> Iterator[None]:
         """Publish an exception raised in the block so that peers blocked in any collective exit; not collective.
 
+        Every error gets an attribute `last_line` for the console: the rank, the phase, the cause, and how to go on.
+
         Raises:
-            RankError: for an error of only this rank; other errors are re-raised unchanged.
+            RankError: for an error of only this rank; other errors are re-raised unchanged, `sys.exit` as an error.
         """
         try:
-            yield
+            try:
+                yield
+            except SystemExit as error:  # of code that the run calls: it would end with exit code 0 without a word
+                raise RuntimeError(_in_words(error)) from None
         except Exception as error:
-            if self.heartbeat is None:
+            heart = self.heartbeat
+            if heart is None:
                 raise
             if self.all.size == 1:
-                self.heartbeat.stop()
-                raise
-            if isinstance(error, RankError):  # already raised on every rank
-                raise
-            with contextlib.suppress(OSError):  # stderr may be closed
+                heart.stop()
+            elif not isinstance(error, RankError):  # which every rank has
+                error = RankError(self._tell_peers(error, heart))
+            text = str(error) if isinstance(error, RankError) else _failure(0, heart.phase, _in_words(error))
+            vars(error)["last_line"] = text + heart.way_on
+            raise error from error.__cause__
+
+    def _tell_peers(self, error: Exception, heart: Heartbeat) -> str:
+        # Returns what failed, in words: not a connection that a peer has left, but that the peer is gone.
+        # When a peer has died, torchrun sends SIGTERM at once and kills after 30 s, time to say who that was.
+        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        lost = "gloo/transport" in str(error)
+        with contextlib.suppress(OSError):  # stderr may be closed
+            if not lost:
                 traceback.print_exc()  # now: when the peers exit, their launcher kills this rank
-            self.heartbeat.fail(_in_words(error))
-            raise RankError(_failure(self.all.rank, self.heartbeat.phase, _in_words(error))) from None
+        gone = [f"rank {rank} is gone" for rank in heart.fail(_in_words(error))]
+        signal.signal(signal.SIGTERM, before)
+        text = _failure(self.all.rank, heart.phase, "a connection closed" if lost and gone else _in_words(error))
+        return f"{', '.join(gone)}: killed, or its machine is lost; so {text}" if gone else text
 
     def begin_phase(self, phase: str) -> None:
         """Set the phase that peers report if this rank fails, dies or hangs; counts as progress."""
@@ -253,6 +271,12 @@ class World:
     def report_progress(self) -> None:
         """Tell the watchdog that this rank is not hanging."""
         if self.heartbeat is not None:
+            self.heartbeat.report_progress()
+
+    def calls_reward(self, name: str) -> None:
+        """Tell the watchdog which reward this rank is in, "" for none: its code may hang. Counts as progress."""
+        if self.heartbeat is not None:
+            self.heartbeat.inside = f", inside reward {name}" if name else ""
             self.heartbeat.report_progress()
 
     def mark_started(self) -> None:
@@ -294,7 +318,10 @@ def init_ranks(device: torch.device, timeouts: DistributedConfig, *, init_method
     attempt, restarted = join_attempt(store, rank, world_size)
     store.set_timeout(control_timeout)
     # A cloned connection: blocking calls on the original would delay heartbeats.
-    heartbeat = _watchdog(timeouts, lambda: PrefixStore(f"heartbeat/{attempt}", store.clone()), rank, world_size)
+    keeper = "the launcher" if from_launcher else "rank 0"
+    heartbeat = _watchdog(
+        timeouts, lambda: PrefixStore(f"heartbeat/{attempt}", store.clone()), rank, world_size, keeper
+    )
     group = Group(rank, world_size, heartbeat=heartbeat)
     world = World(group, group, Group(), restarted, store, timeouts)
     with world.broadcast_failure():
@@ -333,11 +360,13 @@ def shut_down(world: World) -> None:
         dist.destroy_process_group()
 
 
-def _watchdog(timeouts: DistributedConfig, store: Callable[[], Store], rank: int, world_size: int) -> Heartbeat | None:
+def _watchdog(
+    timeouts: DistributedConfig, store: Callable[[], Store], rank: int, world_size: int, keeper: str = ""
+) -> Heartbeat | None:
     # A single process has one too, since it may hang.
     if not timeouts.dead_s:
         return None
-    return Heartbeat(store(), rank, world_size, dead_s=timeouts.dead_s, silent_s=timeouts.silent_s)
+    return Heartbeat(store(), rank, world_size, dead_s=timeouts.dead_s, silent_s=timeouts.silent_s, keeper=keeper)
 
 
 def _failure(rank: int, phase: str, text: str) -> str:
@@ -345,6 +374,11 @@ def _failure(rank: int, phase: str, text: str) -> str:
 
 
 def _in_words(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return (
+            f"sys.exit({error.code}) was called at {place.filename}:{place.lineno}, must be an exception that says why"
+        )
     return f"{type(error).__name__}: {error}"
 
 

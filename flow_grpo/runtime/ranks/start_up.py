@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import sys
+import time
 from collections.abc import Iterator
 
 import torch
 
 from flow_grpo.runtime import device as device_api
+from flow_grpo.runtime.processes import say_last
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.errors import ConfigError
 from flow_grpo.settings.schema import Config
+
+REFUSED_S = 30.0  # that rank 0 may need longer than another rank to read the same configuration
 
 
 def set_up_rank(config: Config, wait_s: float = 0.0, *, watched: bool = False) -> tuple[torch.device, World]:
@@ -42,7 +45,9 @@ def refuse(error: ValueError, world: World | None) -> int:
     """
     rank = int(os.environ.get("RANK", "0"))
     if rank == 0 or (world is None and not isinstance(error, ConfigError)):
-        print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
+        say_last(str(error))
+    elif world is None:  # the first rank that exits lets the launcher end all: that must be the one that prints
+        time.sleep(REFUSED_S)
     if world is not None:
         process_group.shut_down(world)
     return 2
@@ -56,6 +61,7 @@ def raise_on_all_ranks(world: World) -> Iterator[None]:
         ValueError: with the distinct messages of all ranks.
     """
     problem: ValueError | None = None
+    world.begin_phase("start-up")
     try:
         yield
     except ValueError as error:

@@ -6,7 +6,8 @@ store of the rendezvous every few seconds and reads those of the others. When it
 prints which one, where and why, dumps its own stack traces and exits; all ranks do so within seconds of each other.
 
 A dead process writes no lines. A hanging one does, but its progress count does not change. One that raised an exception
-has announced it.
+has announced it. The process that holds the store may freeze, too: then no call of the store ever returns, whatever its
+timeout, so a second thread counts the checks that do.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import time
 from collections.abc import Iterator
 
 from torch.distributed import Store  # type: ignore[attr-defined]
+
+from flow_grpo.runtime.processes import say_last
 
 FAULT_GRACE_S = 15.0  # a synchronised error usually reaches all ranks by its own collective, which names every cause
 EXIT_CODE = 1
@@ -52,6 +55,8 @@ class Monitor:
         self._store, self._rank = store, rank
         self._dead_s, self._silent_s, self.interval_s = dead_s, silent_s, min(5.0, dead_s / 6)
         self.phase, self._progress, self._beats, self._waiting = "start-up", 0, 0, False
+        self.inside = ""  # ", inside reward NAME" while that may be what hangs
+        self.way_on = ""  # how to go on with the run, the end of a failure's last line
         self._peers = {peer: _Peer(now, now) for peer in range(world_size) if peer != rank}
         self._own = _Peer(now, now)
         self._store_answered, self._fault_seen = now, 0.0
@@ -101,7 +106,7 @@ class Monitor:
         return problem
 
     def _status(self) -> str:
-        return f"{self._progress}|{'waiting' if self._waiting else 'working'}|{self.phase}"
+        return f"{self._progress}|{'waiting' if self._waiting else 'working'}|{self.phase}{self.inside}"
 
     def _read(self, key: str) -> str:
         # "" if it is missing: `get` would block on it.
@@ -151,42 +156,54 @@ class Monitor:
                 text = f"rank {rank} has made no progress for {seconds:.0f} s in {state.partition('|')[2]}"
                 late_ranks.setdefault((waits, int(count or 0)), []).append(text)
                 over.append(late > 0)
-        why = "it hangs, or distributed.silent_s is less than a call of the network takes"
+        why = "it hangs, or distributed.silent_s is less than a call of the network or a reward takes"
         return f"{'; '.join(late_ranks[min(late_ranks)])}: {why}" if any(over) else ""
 
 
 class Heartbeat(Monitor):
     """A monitor with a thread that checks every few seconds and ends the process when something is wrong.
 
-    The store needs its own connection: blocking calls on a shared one would delay the checks.
+    The store needs its own connection: blocking calls on a shared one would delay the checks. `keeper` is the process
+    that holds it, in words.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, *, dead_s: float, silent_s: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, world_size: int, *, dead_s: float, silent_s: float, keeper: str = ""
+    ) -> None:
         super().__init__(store, rank, world_size, dead_s=dead_s, silent_s=silent_s)
-        self._stopped = threading.Event()
+        self._keeper, self._checks = keeper, 0
+        self._stopped, self._left = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._watch_store, name="store", daemon=True).start()
 
-    def fail(self, text: str) -> None:
+    def fail(self, text: str) -> list[int]:
         """Announce an error that no collective will deliver, and wait a few beats for the peers to exit.
 
-        Closing the connection earlier would end them too, but without the cause.
+        Closing the connection earlier would end them too, but without the cause. Returned are the peers that neither
+        left nor gave a sign meanwhile: they are gone, which may be the cause.
         """
         self._stopped.set()
-        deadline = time.monotonic() + 3 * self.interval_s
+        deadline, silent = time.monotonic() + 3 * self.interval_s, list[int]()
         peers = [f"left/{peer}" for peer in self._peers]
         # Without the store no peer can be informed.
         with contextlib.suppress(RuntimeError):
             self._store.set(f"left/{self._rank}", "")
             self.announce(text)
+            before = {peer: self._read(f"beat/{peer}") for peer in self._peers}
             while time.monotonic() < deadline and not self._store.check(peers):
                 time.sleep(0.1)
+            still = [peer for peer, line in before.items() if line != _DONE and self._read(f"beat/{peer}") == line]
+            silent = [peer for peer in still if not self._store.check([f"left/{peer}"])]
+        self._left.set()
+        return silent
 
     def stop(self) -> None:
         """Stop monitoring, and tell the peers to expect no more status from this rank."""
         self._stopped.set()
         self._thread.join()
         self._store.set(f"beat/{self._rank}", _DONE)
+        self._left.set()
 
     def _watch(self) -> None:
         while not self._stopped.wait(self.interval_s):
@@ -196,13 +213,25 @@ class Heartbeat(Monitor):
                     self._store.set(f"left/{self._rank}", "")
                 self.end_process(problem)
                 return
+            self._checks += 1
+
+    def _watch_store(self) -> None:
+        # Counts its own looks, not seconds: a process that was stopped and goes on, as by Ctrl-Z, is no fault.
+        seen, missed = 0, 0
+        while not self._left.wait(self.interval_s):
+            missed = missed + 1 if self._checks == seen else 0
+            seen = self._checks
+            if (missed + 1) * self.interval_s >= self._dead_s:
+                silent = f"has not answered for {missed * self.interval_s:.0f} s"
+                self.end_process(f"{self._keeper}, which holds the ranks' store, {silent}: it is frozen or gone")
+                return
 
     def end_process(self, problem: str) -> None:
-        """Print the problem and the stack traces of this process and exit, without finalisers."""
+        """Print the stack traces of this process and then the problem, and exit, without finalisers."""
         try:  # stderr may be closed
-            sys.stderr.write(f"error: rank {self._rank} ends in {self.phase}: {problem}\n")
             sys.stderr.flush()
             faulthandler.dump_traceback(file=sys.stderr)
+            say_last(f"rank {self._rank} ends in {self.phase}: {problem}{self.way_on}")
             sys.stdout.flush()
         finally:
             os._exit(EXIT_CODE)
