@@ -46,13 +46,13 @@ NAMES = {"outputs/RUN": "outputs/first", "outputs/second": "outputs/weights"}
 # What makes a training command a matter of seconds, where it does not say otherwise itself.
 SMALL = (
     "num_epochs=1 device=cpu device_tflops=1 doctor=off trackers= log_videos_every=0 data.tune_scenes=0 "
-    "sample.train_batch_size=8 sample.num_batches_per_epoch=1 sample.tail_steps=0 "
-    "eval.num_conditions=2 eval.num_steps=2 eval.fixed_conditions=0 eval.signal_groups=0"
+    "sample.k=2 sample.train_batch_size=2 sample.num_batches_per_epoch=1 sample.tail_steps=0 "
+    "eval.num_conditions=2 eval.num_steps=2 eval.videos=0 eval.gold= eval.fixed_conditions=0 eval.signal_groups=0"
 )
 # Writes what bash would start, word by word. It finds no program, since it has no PATH.
 RECORDER = r"""
 exec 3>&1
-command_not_found_handle() { { printf '%s\x1f' "${WORLD_SIZE-1}" "$@"; printf '\x1e'; } >&3; }
+command_not_found_handle() { printf -v record '%s\x1f' "${WORLD_SIZE-1}" "$@"; printf '%s\x1e' "$record" >&3; }
 source() { command_not_found_handle source "$@"; }
 """
 
@@ -171,7 +171,7 @@ def test_the_commands_of_a_tour_end_well_and_say_what_an_epoch_holds(folder, cap
             printed += out
             failed |= {text: f"{code} {err[-500:]}"} if code else {}
     assert not failed, "\n".join(f"{command}\n    {why}" for command, why in failed.items())
-    assert "an epoch on 1 rank(s): 8 samples, 1 conditions x 8 copies, in 1 update(s)" in printed
+    assert "an epoch on 1 rank(s): 2 samples, 1 conditions x 2 copies, in 1 update(s)" in printed
 
 
 def test_two_processes_make_up_for_eight_as_the_readme_says():
@@ -180,6 +180,7 @@ def test_two_processes_make_up_for_eight_as_the_readme_says():
     assert 8 * eight.sample.expanded_batch_size == 2 * two.sample.expanded_batch_size == 32
 
 
+@pytest.mark.slow
 def test_the_numbers_of_your_videos_are_the_planner_s(folder, capfd):
     page = "docs/your_videos.md"
     ((_, *command),) = [found for found in commands(page, folder) if "tools/plan.py" in found]
