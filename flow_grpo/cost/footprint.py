@@ -38,9 +38,8 @@ class Footprint:
     trained: int  # trainable ones
     forward_flops: int
     attention_flops: int  # of these, in attention proper: scores and weighted sums
-    train_flops: (
-        int  # of a forward and its backward: frozen weights, and what nothing trained precedes, have no gradient
-    )
+    # Of a forward and its backward: frozen weights, and what nothing trained precedes, have no gradient.
+    train_flops: int
     recomputed_flops: int  # that the backward computes once more
     kept_bytes: int  # activations kept for the backward of a training forward
     block_bytes: int  # transient in the backward of one block: recomputed activations, and gradients of activations
