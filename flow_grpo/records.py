@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 RowsType = TypeVar("RowsType", bound="Rows")
+WAN_FPS = 16.0  # frames per second of Wan2.1 (arXiv 2503.20314); of Wan2.2 TI2V-5B 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Condition:
         preset: name of the camera motion when known.
         source_id: names the content of the source video's file, the cache key of its encoding; "" for none.
         wanted_size: (T, h, w) of the video to make where there is no source video, whose size it otherwise has.
+        fps: frames per second at which the video plays: those of the source video, or of the video model.
     """
 
     index: int
@@ -56,6 +58,7 @@ class Condition:
     preset: str | None = None
     source_id: str = ""
     wanted_size: tuple[int, int, int] | None = None
+    fps: float = WAN_FPS
 
     def need_source(self) -> Tensor:
         """Return the source video; ValueError where there is none."""

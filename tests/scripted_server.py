@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Act = Callable[[socket.socket, threading.Event], None]
 
-HEALTH = {"protocol": 2, "model": "judge", "version": "v1", "rewards": ["beauty"], "needs": [], "max_bytes": 2**28}
+HEALTH = {"protocol": 3, "model": "judge", "version": "v1", "rewards": ["beauty"], "needs": [], "max_bytes": 2**28}
 
 
 def scores(conditions: Sequence[Condition], *values: float, **changes: Any) -> bytes:

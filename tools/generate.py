@@ -57,7 +57,7 @@ from flow_grpo.data.dataset import ConditionDataset
 from flow_grpo.data.multicam import LENS_FOLDER, fitted_intrinsics
 from flow_grpo.data.captions import caption_of
 from flow_grpo.data.prompts import ENDINGS, PromptDataset, read_prompts
-from flow_grpo.data.trajectories import VIDEO_FPS, UserVideos, find_videos, read_source_path
+from flow_grpo.data.trajectories import UserVideos, find_videos, read_source_path
 from flow_grpo.data.video_io import video_size
 from flow_grpo.maths.poses import relative
 from flow_grpo.maths.schedule import flow_sigmas
@@ -215,7 +215,7 @@ def plan(args: argparse.Namespace) -> tuple[ConditionDataset, list[VideoRequest]
 
 def plan_prompts(args: argparse.Namespace) -> tuple[ConditionDataset, list[VideoRequest]]:
     prompts = [prompt for text in args.prompts for prompt in (read_prompts(Path(text)) if names_file(text) else [text])]
-    dataset = PromptDataset(prompts, (args.frames, args.height, args.width), "--prompts")
+    dataset = PromptDataset(prompts, (args.frames, args.height, args.width), args.fps, "--prompts")
     numbers = range(args.first_number, args.first_number + len(prompts))
     return dataset, [
         VideoRequest(i, number, None, "", args.out, f"prompt-{number:05d}") for i, number in enumerate(numbers)
@@ -379,7 +379,7 @@ def describe(
         **{name: str(value) if isinstance(value, Path) else value for name, value in settings.items()},
         "run": str(args.run or ""),
         "camera_name": condition.camera,
-        "fps": VIDEO_FPS,
+        "fps": condition.fps,
         "torch": torch.__version__,
         "again": [
             f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
@@ -406,10 +406,10 @@ def write(request: VideoRequest, condition: Condition, videos: Mapping[str, Tens
     if BEFORE not in videos:  # of an earlier call with other settings
         request.file(BEFORE).unlink(missing_ok=True)
     for ending, video in videos.items():
-        write_video(request.file(ending), video, fps=VIDEO_FPS)
+        write_video(request.file(ending), video, condition.fps)
     if request.source is not None or len(videos) > 1:
         beside = side_by_side(condition, videos)
-        write_video(request.file(BESIDE), beside, fps=rate(beside.shape[1]))
+        write_video(request.file(BESIDE), beside, rate(beside.shape[1], condition.fps))
 
 
 def side_by_side(condition: Condition, videos: Mapping[str, Tensor]) -> Tensor:

@@ -156,6 +156,7 @@ class MultiCamDataset(VideoDataset):
             target_video=target_video,
             preset=_read_presets(scene.place(target)).get(target),
             source_id=self.source_id(index),
+            fps=source_form[2],
         )
 
     def name_of(self, index: int) -> tuple[str, str]:

@@ -22,8 +22,8 @@ class PromptDataset(ConditionDataset):
     Prompts are distinct. Messages have the `name` of their file.
     """
 
-    def __init__(self, prompts: Sequence[str], size: Size, name: str) -> None:
-        self.prompts, self._size, self._name = tuple(prompts), size, name
+    def __init__(self, prompts: Sequence[str], size: Size, fps: float, name: str) -> None:
+        self.prompts, self._size, self._fps, self._name = tuple(prompts), size, fps, name
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -31,9 +31,8 @@ class PromptDataset(ConditionDataset):
     def make(self, index: int, gid: int, slot: int) -> Condition:
         """Build the condition at an index; every prompt is a scene of its own."""
         scene = f"prompt-{index:05d}"
-        return Condition(
-            index=index, gid=gid, slot=slot, prompt=self.prompts[index], scene=scene, wanted_size=self._size
-        )
+        prompt = self.prompts[index]
+        return Condition(index, gid, slot, prompt, scene=scene, wanted_size=self._size, fps=self._fps)
 
     def prompt_of(self, index: int) -> str:
         """Prompt of the item."""

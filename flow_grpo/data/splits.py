@@ -42,7 +42,8 @@ def multicam_data(data: DataConfig, split: str, choose: Callable[[list[Scene]], 
 
 def prompt_data(data: DataConfig, file: str, choose: Callable[[list[str]], list[str]] = list) -> PromptDataset:
     """Read the prompts of a file, by default all."""
-    return PromptDataset(choose(read_prompts(Path(file))), (data.num_frames, data.height, data.width), file)
+    size = data.num_frames, data.height, data.width
+    return PromptDataset(choose(read_prompts(Path(file))), size, data.fps, file)
 
 
 def training_data(data: DataConfig) -> Split:

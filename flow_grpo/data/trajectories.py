@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.data.dataset import ConditionDataset, file_id
-from flow_grpo.data.video_io import Size, VideoCache
+from flow_grpo.data.video_io import Size, VideoCache, frame_rate
 from flow_grpo.maths.benchmarks import preset_at_own_speed
 from flow_grpo.maths.poses import (
     PRESETS,
@@ -32,7 +32,7 @@ from flow_grpo.maths.poses import (
     rotation_matrix,
     rotation_vector,
 )
-from flow_grpo.records import Condition
+from flow_grpo.records import WAN_FPS, Condition
 from flow_grpo.runtime.json_files import read_json
 
 Trajectory: TypeAlias = str | Path
@@ -40,7 +40,6 @@ Trajectory: TypeAlias = str | Path
 
 LARGEST = 100  # magnitude of a preset, a dozen turns or a few hundred metres
 PER_FRAME = "per_frame"
-VIDEO_FPS = 15  # of the model's training videos; paths with an fps are resampled to it
 IDENTITY_TOLERANCE = 1e-3  # per entry, because files print few digits
 SURE_TURN_DEG = 170.0  # beyond it the direction of rotation between two poses is ambiguous
 VIDEO_ENDINGS = (".mp4", ".mov", ".mkv", ".webm", ".avi")
@@ -56,8 +55,8 @@ SLACK = 1.01  # ReCamMaster's presets are 0.6 % short of their round numbers
 STATIC_METRES, STATIC_DEG = 1e-3, 1e-2  # less motion than this is a static camera, which is in the training data
 
 
-def camera_path(trajectory: Trajectory, num_frames: int) -> Tensor:
-    """Make the (num_frames, 4, 4) float64 poses of a trajectory, the first one the identity.
+def camera_path(trajectory: Trajectory, num_frames: int, video_fps: float = WAN_FPS) -> Tensor:
+    """Make the (num_frames, 4, 4) float64 poses of a trajectory for a video, the first one the identity.
 
     Warns if the path is outside the training distribution, see `outside_training`.
 
@@ -66,7 +65,10 @@ def camera_path(trajectory: Trajectory, num_frames: int) -> Tensor:
     """
     if num_frames < 1:
         raise ValueError(f"frames of camera path {str(trajectory)!r} is {num_frames}, must be at least 1")
-    poses = read_path(Path(trajectory), num_frames) if _is_file(trajectory) else motion(str(trajectory), num_frames)
+    if _is_file(trajectory):
+        poses = read_path(Path(trajectory), num_frames, video_fps)
+    else:
+        poses = motion(str(trajectory), num_frames)
     if findings := outside_training(poses):
         warnings.warn(
             f"camera path {str(trajectory)!r} lies outside the training range: {'; '.join(findings)}", stacklevel=2
@@ -114,14 +116,16 @@ def _magnitude(text: str, size: str) -> float:
     return magnitude
 
 
-def read_path(file: Path, num_frames: int) -> Tensor:
-    """Read the (num_frames, 4, 4) float64 poses of a JSON file, resampled, the first one the identity.
+def read_path(file: Path, num_frames: int, video_fps: float = WAN_FPS) -> Tensor:
+    """Read the (num_frames, 4, 4) float64 poses of a JSON file, resampled for a video, the first one the identity.
 
     Raises:
         ValueError: unreadable file, unknown field, or a path that `fit_path` refuses; names the file.
     """
     poses, fps, from_first = _read_poses(file)
-    return fit_path(poses, num_frames, fps=fps, from_first=from_first, name=f"trajectory file {file}")
+    return fit_path(
+        poses, num_frames, fps=fps, video_fps=video_fps, from_first=from_first, name=f"trajectory file {file}"
+    )
 
 
 def read_source_path(file: Path, num_frames: int) -> Tensor:
@@ -164,7 +168,13 @@ def _read_poses(file: Path) -> tuple[Tensor, float | None, bool]:
 
 
 def fit_path(
-    poses: Tensor, num_frames: int, *, fps: float | None = None, from_first: bool = False, name: str = "camera path"
+    poses: Tensor,
+    num_frames: int,
+    *,
+    fps: float | None = None,
+    video_fps: float = WAN_FPS,
+    from_first: bool = False,
+    name: str = "camera path",
 ) -> Tensor:
     """Validate a path and resample it to (num_frames, 4, 4) float64 poses, the first one the identity.
 
@@ -174,8 +184,9 @@ def fit_path(
         poses: (N, 4, 4) OpenCV camera-to-world in metres, N >= 2. Rotations within 1e-3 of orthonormal are replaced by
             the nearest exact ones.
         num_frames: T.
-        fps: pose i is at i / fps seconds and video frame k at k / 15; a longer path is cut. None stretches the path to
-            the whole video.
+        fps: pose i is at i / fps seconds and video frame k at k / video_fps; a longer path is cut. None stretches the
+            path to the whole video.
+        video_fps: frames per second of the video.
         from_first: make the path relative to its first pose; otherwise that must be the identity to 1e-3.
         name: name of the path in error messages.
 
@@ -204,21 +215,21 @@ def fit_path(
             f"{name}: poses {at} and {at + 1} are turned by {turns[at]:.1f} degrees, must be at most "
             f"{SURE_TURN_DEG:g}; add poses between them"
         )
-    return resample(poses, _frame_positions(len(poses), num_frames, fps, name))
+    return resample(poses, _frame_positions(len(poses), num_frames, fps, video_fps, name))
 
 
-def _frame_positions(count: int, num_frames: int, fps: float | None, name: str) -> Tensor:
+def _frame_positions(count: int, num_frames: int, fps: float | None, video_fps: float, name: str) -> Tensor:
     # (num_frames,) float64 fractional pose index of every video frame; without `fps` the path is stretched.
     frames = torch.arange(num_frames, dtype=torch.float64)
     if fps is None:
         return frames * (count - 1) / max(num_frames - 1, 1)
-    needed, given = (num_frames - 1) / VIDEO_FPS, (count - 1) / fps
+    needed, given = (num_frames - 1) / video_fps, (count - 1) / fps
     if needed > given + 1e-9:
         raise ValueError(
-            f"{name} lasts {given:.3f} s, {num_frames} frames at {VIDEO_FPS} fps need {needed:.3f} s; "
+            f"{name} lasts {given:.3f} s, {num_frames} frames at {video_fps:g} fps need {needed:.3f} s; "
             "add poses, or leave out fps to stretch the path to the video"
         )
-    return (frames * fps / VIDEO_FPS).clamp(max=count - 1)
+    return (frames * fps / video_fps).clamp(max=count - 1)
 
 
 def resample(poses: Tensor, positions: Tensor) -> Tensor:
@@ -278,7 +289,7 @@ class UserVideos(ConditionDataset):
             prompts: caption of each video.
 
         Raises:
-            ValueError: no or duplicate names, or a refused trajectory.
+            ValueError: no or duplicate names, a video without readable header, or a refused trajectory.
         """
         self.videos, self.trajectories = tuple(videos), tuple(trajectories)
         self._labels = [_label(trajectory) for trajectory in self.trajectories]
@@ -286,7 +297,8 @@ class UserVideos(ConditionDataset):
             if not names or len(set(names)) < len(names):
                 raise ValueError(f"user videos: {what} are {[*map(str, names)]}, must be at least one and none twice")
         self._prompts, self._size = tuple(prompts), size
-        self._paths = [camera_path(trajectory, size[0]) for trajectory in self.trajectories]
+        self._rates = [frame_rate(video) for video in self.videos]
+        self._paths = {(t, fps): camera_path(t, size[0], fps) for t in self.trajectories for fps in {*self._rates}}
         self._cache = VideoCache()
 
     def __len__(self) -> int:
@@ -295,19 +307,20 @@ class UserVideos(ConditionDataset):
     def make(self, index: int, gid: int, slot: int) -> Condition:
         """Build the condition at an index, see `condition`."""
         number, which = divmod(index, len(self.trajectories))
-        video, label = self.videos[number], self._labels[which]
+        video, label, fps = self.videos[number], self._labels[which], self._rates[number]
         return Condition(
             index=index,
             gid=gid,
             slot=slot,
             prompt=self.prompt_of(index),
             source_video=self._cache.read(video, *self._size)[0].float() / 255,
-            target_poses=self._paths[which].clone(),
+            target_poses=self._paths[self.trajectories[which], fps].clone(),
             scene=video.as_posix(),
             source_camera="user",
             target_camera=label,
             preset=None if _is_file(self.trajectories[which]) else label,
             source_id=file_id(video),
+            fps=fps,
         )
 
     def prompt_of(self, index: int) -> str:

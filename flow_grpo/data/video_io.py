@@ -19,6 +19,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from flow_grpo.records import WAN_FPS
 from flow_grpo.runtime.lru import LruCache
 from flow_grpo.runtime.video_file import EXACT_COLOURS, THREADS
 
@@ -90,9 +91,9 @@ def video_size(path: str | Path) -> Size:
 
 
 def frame_rate(path: str | Path) -> float:
-    """Return a video's frames per second by its header, 0 where that does not say; ValueError as `video_size`."""
+    """Return a video's frames per second by its header, Wan's where that does not say; ValueError as `video_size`."""
     with header(path) as (_, stream):
-        return float(stream.average_rate or 0)
+        return float(stream.average_rate or WAN_FPS)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ class Clip:
     panels: dict[str, Tensor]  # name -> (3, T, h, w) uint8, from left to right
     name: str  # file name without suffix: condition and rewards
     title: str  # the condition in words
+    fps: float  # frames per second
     # name -> number: rewards, and pose errors where they are measured; without those that have no value
     scores: dict[str, float]
     of: dict[str, Any]  # what the index of videos says about the condition: condition, scene, camera, preset, prompt
@@ -70,6 +71,7 @@ def make_clip(
         panels={name: _pixels(video) for name, video in shown.items() if video is not None},
         name=file_name(f"{condition.scene}_{condition.target_camera}_{short.replace(' ', '_')}"),
         title=_title(condition),
+        fps=condition.fps,
         scores={name: value for name, value in {**rewards, **(errors or {})}.items() if math.isfinite(value)},
         of=_of(condition),
         commanded=condition.target_poses,
@@ -117,6 +119,7 @@ def group_clip(batch: ScoredBatch, weights: Mapping[str, float], k: int) -> Clip
         panels={name: _pixels(batch.videos[copies[row]]) for name, row in zip(names, order, strict=True)},
         name=file_name(f"{condition.scene}_{condition.target_camera}_{len(copies)}_copies"),
         title=_title(condition),
+        fps=condition.fps,
         scores={name: float(compared.advantages[row]) for name, row in zip(names, order, strict=True)},
         of=_of(condition),
         remark=f"advantages within one group, the best first: {held}",

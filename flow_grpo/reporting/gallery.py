@@ -105,7 +105,7 @@ class Gallery:
         notes |= {name: f"{value:+.2f}" for name, value in clip.scores.items() if kind == "group"}
         labelled = [dataclasses.replace(panel, note=notes.get(panel.name, "")) for panel in panels]
         video, boxes = draw_labelled(labelled, clip.lines(scores), clip.commanded)
-        write_video(file, video, rate(video.shape[1]))
+        write_video(file, video, rate(video.shape[1], clip.fps))
         line = {"file": file.name, "kind": kind, "step": step, **clip.of}
         line |= {"panels": [dataclasses.asdict(box) for box in boxes], "scores": clip.scores}
         line |= {"before": {name: scores[name] for name in clip.scores if name in scores}, "caption": clip.caption}

@@ -20,7 +20,6 @@ from flow_grpo.reporting.video_index import Box
 
 LEAST_ROWS = 240  # pixels of a panel: smaller videos are enlarged by a whole factor
 LEAST_SECONDS = 2.0  # of a file: a clip of a few frames is shown slowly
-FPS = 15.0
 MOST_COLUMNS = 4096  # pixels: wider videos cannot be decoded by much hardware; panels go into several rows
 GAP = 8  # pixels around panels
 
@@ -78,9 +77,9 @@ def enlargement(rows: int) -> int:
     return -(-LEAST_ROWS // rows)
 
 
-def rate(frames: int) -> float:
-    """Return the frames per second at which a video of so many frames lasts long enough to be watched."""
-    return min(FPS, frames / LEAST_SECONDS)
+def rate(frames: int, fps: float) -> float:
+    """Return `fps`, or less for a video of so few frames that it would be over before it is seen."""
+    return min(fps, frames / LEAST_SECONDS)
 
 
 def _boxes(names: Sequence[str], width: int, height: int, strip: int) -> list[Box]:

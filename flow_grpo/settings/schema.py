@@ -83,6 +83,13 @@ class DataConfig(Section):
     num_frames: Frames = knob(81, "frames of a video, 4n+1", ge=5, le=MOST_FRAMES)
     height: Int = knob(480, "height in pixels after resizing and centre cropping", **SIDE)
     width: Int = knob(832, "width in pixels after resizing and centre cropping", **SIDE)
+    fps: Float = knob(
+        16.0,
+        "frames per second of videos made of prompts alone: 16 for Wan2.1, 24 for Wan2.2 TI2V-5B; others play at their "
+        "source's",
+        gt=0,
+        le=240,
+    )
     buckets: tuple[Bucket, ...] = knob(
         (),
         "several video sizes FRAMESxHEIGHTxWIDTH instead of the one above: a scene gets the longest that its first "

@@ -47,11 +47,11 @@ def test_a_file_that_holds_no_prompts_is_refused_by_name(tmp_path, name, text, m
 
 
 def test_a_condition_has_its_prompt_and_the_size_that_is_asked_for():
-    data = PromptDataset(["a cat", "a dog"], SIZE, "x.txt")
+    data = PromptDataset(["a cat", "a dog"], SIZE, 24.0, "x.txt")
     made = data.condition(1, gid=7, slot=2)
     assert (made.prompt, made.scene, made.size, made.gid, made.slot) == ("a dog", "prompt-00001", SIZE, 7, 2)
     assert made.source_video is None and made.target_poses is None and made.camera == ""
-    assert data.fingerprint() != PromptDataset(["a dog", "a cat"], SIZE, "x.txt").fingerprint()
+    assert data.fingerprint() != PromptDataset(["a dog", "a cat"], SIZE, 24.0, "x.txt").fingerprint()
 
 
 def test_the_splits_of_a_recipe_of_prompts_are_its_files(monkeypatch):
@@ -64,7 +64,7 @@ def test_the_splits_of_a_recipe_of_prompts_are_its_files(monkeypatch):
     assert [len(data) for data in (train, report, aside)] == [20, 8, 4] and len(whole) == 32
     train.check_apart(report)
     with pytest.raises(ValueError, match=r"1 prompts of b.txt are in a.txt, too, such as 'a cat'"):
-        PromptDataset(["a cat"], SIZE, "a.txt").check_apart(PromptDataset(["a cat", "b"], SIZE, "b.txt"))
+        PromptDataset(["a cat"], SIZE, 24.0, "a.txt").check_apart(PromptDataset(["a cat", "b"], SIZE, 24.0, "b.txt"))
 
 
 @pytest.mark.parametrize(

@@ -117,11 +117,11 @@ def test_a_path_is_resampled_to_the_whole_video():
     assert torch.allclose(fit_path(given, 1), EYE[None])
 
 
-def test_a_path_with_fps_is_resampled_at_15_frames_a_second():
+def test_a_path_with_fps_is_resampled_at_the_rate_of_the_video():
     given = preset_path("pan_left", 25)  # at 30 fps, 0.8 s; five frames at 15 fps take 4/15 s
-    assert torch.allclose(fit_path(given, 5, fps=30), given[:9:2], atol=1e-12)
-    assert torch.allclose(fit_path(given[:9], 5, fps=30)[-1], given[8], atol=1e-12)
-    got = refusal(lambda: fit_path(given[:8], 5, fps=30))
+    assert torch.allclose(fit_path(given, 5, fps=30, video_fps=15), given[:9:2], atol=1e-12)
+    assert torch.allclose(fit_path(given[:9], 5, fps=30, video_fps=15)[-1], given[8], atol=1e-12)
+    got = refusal(lambda: fit_path(given[:8], 5, fps=30, video_fps=15))
     assert "lasts 0.233 s, 5 frames at 15 fps need 0.267 s" in got and "leave out fps" in got
 
 
@@ -172,7 +172,7 @@ def test_a_file_holds_poses_or_an_object_with_them(tmp_path):
     bare = write(tmp_path / "bare.json", given.tolist())
     assert torch.allclose(camera_path(bare, 5), given[::2], atol=1e-12)
     timed = write(tmp_path / "timed.JSON", {"poses": (start @ given).tolist(), "fps": 15, "relative": True})
-    assert torch.allclose(camera_path(timed, 3), given[:3], atol=1e-12)
+    assert torch.allclose(camera_path(timed, 3, 15.0), given[:3], atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -296,6 +296,15 @@ def test_every_video_goes_along_every_trajectory(folder):
     for index in (-1, 4):
         with pytest.raises(IndexError, match=rf"index is {index}, must be within 0\.\.3"):
             dataset.condition(index)
+
+
+def test_a_video_keeps_its_rate_and_a_timed_path_follows_it(folder):
+    write_video(folder / "dog.mp4", clip(1, 7, 20, 30), fps=30, lossless=True)
+    timed = write(folder / "timed.json", {"poses": preset_path("arc_right", 9).tolist(), "fps": 30})
+    dog, walk = map(open_folder(folder, trajectories=[timed]).condition, range(2))
+    assert (dog.fps, walk.fps) == (30, 15)
+    assert torch.allclose(dog.target_poses, preset_path("arc_right", 9)[:5], atol=1e-12)
+    assert torch.allclose(walk.target_poses, preset_path("arc_right", 9)[::2], atol=1e-12)
 
 
 def test_an_item_depends_on_its_index_alone(folder):

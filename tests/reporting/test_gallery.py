@@ -182,7 +182,7 @@ def test_many_wide_panels_go_into_several_rows():
 
 
 def test_a_short_clip_lasts_two_seconds():
-    assert [rate(frames) for frames in (1, 5, 21, 81)] == [0.5, 2.5, 10.5, 15]
+    assert [rate(frames, 24) for frames in (1, 5, 21, 81)] == [0.5, 2.5, 10.5, 24]
 
 
 def test_the_marked_frame_moves_along_the_path_and_nothing_else_does():

@@ -77,7 +77,7 @@ def test_colours_of_8_bits_travel_exactly_and_others_as_the_nearest_level():
         (lambda m, t: t.update({"intrinsics.0": torch.zeros(4, 1)}), r"intrinsics have shape \(4, 1\), must be \(4,\)"),
         (lambda m, t: m["samples"][1].update(scene="../../etc"), "must lie below the dataset folder"),
         (lambda m, t: m["samples"][1].update(scene="/etc"), "must lie below the dataset folder"),
-        (lambda m, t: m.update(protocol=7), "the other side speaks protocol 7, this one 2"),
+        (lambda m, t: m.update(protocol=7), "the other side speaks protocol 7, this one 3"),
     ],
 )
 def test_a_request_of_another_form_is_refused(change, match):
@@ -91,7 +91,7 @@ def test_a_peer_of_another_version_or_another_score_is_refused():
         lambda: protocol.read_request(multipart),
         lambda: protocol.read_health(json.dumps(HEALTH | {"protocol": 1}).encode(), "beauty"),
     ):
-        with pytest.raises(ValueError, match=r"^the other side speaks protocol 1, this one 2: update the older$"):
+        with pytest.raises(ValueError, match=r"^the other side speaks protocol 1, this one 3: update the older$"):
             read()
     assert protocol.read_health(json.dumps(HEALTH).encode(), "beauty")[0] == ("judge", "v1")
     with pytest.raises(ValueError, match="server scores beauty, not truth"):
@@ -132,7 +132,7 @@ def test_a_reply_is_read_with_every_digit_and_cause():
         (scores(CONDITIONS, 1.0, 2.0, causes=[""]), "and 1 causes, must be 2 of each"),
         (scores(CONDITIONS, 1.0, 2.0, faulty=[False]), r"faulty \(1,\) and"),
         (scores(CONDITIONS, 1.0, 2.0, faulty=[True, False]), "both valid and faulty"),
-        (scores(CONDITIONS, 1.0, 2.0, protocol=3), "the other side speaks protocol 3, this one 2"),
+        (scores(CONDITIONS, 1.0, 2.0, protocol=2), "the other side speaks protocol 2, this one 3"),
     ],
 )
 def test_a_reply_of_another_form_is_not_believed(body, match):

@@ -55,7 +55,7 @@ def test_a_request_holds_the_name_the_speed_and_what_the_server_needs():
         reward(server)(VIDEOS, some)
         body = server.asked[1][2]
     meta, tensors = protocol.decode(body)
-    assert (meta["rewards"], meta["fps"]) == (["beauty"], 15.0)
+    assert (meta["rewards"], meta["samples"][0]["fps"]) == (["beauty"], CONDITIONS[0].fps)
     sent = {name for name in tensors if "poses" not in name and "pose." not in name and "intrinsics" not in name}
     assert sent == {"videos", "target.1", "target.2"}
 
@@ -67,7 +67,7 @@ def test_a_request_holds_the_name_the_speed_and_what_the_server_needs():
         (answer({"error": "out of memory"}, 500), "failed 3 attempts, the last: status 500: out of memory", 3),
         (answer(scores(CONDITIONS[::-1], 1.0, 2.0, 3.0)), "cannot be believed: reply is to other samples", 1),
         (answer({"scores": {"beauty": [1, 2, 3]}}), "cannot be believed: SafetensorError: ", 1),
-        (answer(b"--b\r\n"), "cannot be believed: the other side speaks protocol 1, this one 2", 1),
+        (answer(b"--b\r\n"), "cannot be believed: the other side speaks protocol 1, this one 3", 1),
         (answer(pickle.dumps({"scores": [1, 2, 3]})), "cannot be believed: SafetensorError: ", 1),
         (answer(scores(CONDITIONS, 1.0, 2.0, 3.0, version="v2")), "is now judge v2, the run began with judge v1", 1),
     ],
@@ -94,7 +94,7 @@ def test_a_sample_that_cannot_be_measured_is_no_fault():
     [
         (answer({"error": "wrong token"}, 401), "refused, status 401: wrong token"),
         (answer(HEALTH | {"rewards": ["truth"]}), "cannot be believed: server scores truth, not beauty"),
-        (answer(HEALTH | {"protocol": 1}), "cannot be believed: the other side speaks protocol 1, this one 2"),
+        (answer(HEALTH | {"protocol": 1}), "cannot be believed: the other side speaks protocol 1, this one 3"),
         (answer(b"[" * 100_000), "cannot be believed: RecursionError"),
         (answer([]), "cannot be believed: AttributeError"),
         (silent, "no answer within 0.3 s"),

@@ -1,5 +1,6 @@
 """Adapters call the published packages as those document, and say what is missing; the packages here are stand-ins."""
 
+import dataclasses
 import importlib
 import json
 import math
@@ -12,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from flow_grpo.data.video_io import frame_rate
 from flow_grpo.maths.poses import pose, preset_path, rotation_matrix
 from tests.room_films import INTRINSICS, conditions, film
 from tools.serving import adapters
@@ -60,12 +62,12 @@ def test_videoalign_gets_a_file_and_gives_two_scores(monkeypatch, weights):
             assert (load_from_pretrained, device, dtype) == (str(weights), "cpu", torch.bfloat16)
 
         def reward(self, video_paths, prompts, fps=None, num_frames=None, max_pixels=None, use_norm=True):
-            assert prompts == ["a room"] and use_norm and Path(video_paths[0]).stat().st_size > 0
+            assert prompts == ["a room"] and use_norm and frame_rate(video_paths[0]) == 24
             return [{"VQ": 0.5, "MQ": -1.5, "TA": 9.0, "Overall": 8.0}]
 
     stand_in(monkeypatch, "inference", VideoVLMRewardInference=Inference)
     scorer = ADAPTERS["videoalign"](AdapterSettings(weights, None, CPU))
-    said = scorer(FILM.videos, CONDITIONS)
+    said = scorer(FILM.videos, [dataclasses.replace(condition, fps=24.0) for condition in CONDITIONS])
     values = {name: result.values.tolist() for name, result in said.items()}
     assert values == {"videoalign_vq": [0.5, 0.5], "videoalign_mq": [-1.5, -1.5]}
 

@@ -73,8 +73,9 @@ def make_videos(
     sigmas = flow_sigmas(config.eval.num_steps, config.sample.shift)
     for index in tqdm(missing, desc="generating", unit="video", disable=None):
         assert policy is not None
-        video = generate(policy, dataset.condition(index, gid=index), sigmas, key("eval", "noise"))
-        write_video(out / VIDEOS / names[index], video)
+        condition = dataset.condition(index, gid=index)
+        video = generate(policy, condition, sigmas, key("eval", "noise"))
+        write_video(out / VIDEOS / names[index], video, condition.fps)
     return out / VIDEOS, out / CAMERAS
 
 

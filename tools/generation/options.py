@@ -73,6 +73,7 @@ def of_run(folder: Path) -> dict[str, Any]:
         "frames": frames,
         "height": height,
         "width": width,
+        "fps": config.data.fps,
         "dtype": config.model.dtype,
         "offload": config.model.offload,
         "tiling": codec_settings(config.model)["tiles"] or None,
@@ -115,6 +116,7 @@ def _parser(doc: str | None) -> Parser:
     add("--frames", type=int, default=81, help="per video; 4n+1 for Wan's codec")
     add("--height", type=int, default=480, help="pixels; sources are resized and centre-cropped")
     add("--width", type=int, default=832, help="pixels")
+    add("--fps", type=float, default=defaults.data.fps, help="of videos of prompts: 24 for Wan2.2 TI2V-5B")
     focal_help = (
         "focal length of the generated videos in pixels, recorded for tools/evaluate.py; of MultiCamVideo known"
     )

@@ -23,7 +23,7 @@ from torch import Tensor
 from flow_grpo.maths.poses import relative
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.camera.pose import compare, rotation_value, translation_value
-from flow_grpo.rewards.remote.protocol import FPS, to_pixels
+from flow_grpo.rewards.remote.protocol import to_pixels
 from flow_grpo.rewards.results import all_valid
 from flow_grpo.runtime.video_file import write_video
 from tools.serving.scoring_service import checksum
@@ -109,7 +109,7 @@ class VideoAlign(Adapter):
         """Score the video as a file, the model's input format."""
         with tempfile.TemporaryDirectory(prefix="videoalign_") as folder:
             path = Path(folder) / "video.mp4"
-            write_video(path, video, fps=FPS)
+            write_video(path, video, fps=condition.fps)
             found = self._model.reward([str(path)], [condition.prompt], use_norm=True)[0]
         return {"videoalign_vq": float(found["VQ"]), "videoalign_mq": float(found["MQ"])}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
@@ -21,14 +22,13 @@ from torch import Tensor
 
 from flow_grpo.records import Condition, RewardResult
 
-PROTOCOL = 2
-FPS = 15.0  # frames per second of MultiCamVideo, for models that judge motion
+PROTOCOL = 3
 TOKEN = "FLOW_GRPO_REWARD_TOKEN"  # read at every use and stored nowhere: what an object holds ends up in logs
 STARS = "***"
 MAX_TEXT = 300  # longest text kept from the other side, in characters
 
 IDS = ("index", "gid", "slot")
-FIELDS = (*IDS, "prompt", "scene", "source_camera", "target_camera", "preset")
+FIELDS = (*IDS, "prompt", "scene", "source_camera", "target_camera", "preset", "fps")
 TENSORS = ("target_poses", "source_poses", "reference_pose", "intrinsics")
 
 
@@ -132,7 +132,7 @@ def encode_request(name: str, videos: Tensor, conditions: Sequence[Condition], n
             if (tensor := getattr(condition, field)) is not None:  # the copies of a group share theirs
                 tensors[f"{field}.{row}"] = tensor.clone(memory_format=torch.contiguous_format)
     samples = [{field: getattr(condition, field) for field in FIELDS} for condition in conditions]
-    return encode({"rewards": [name], "fps": FPS, "samples": samples}, tensors)
+    return encode({"rewards": [name], "samples": samples}, tensors)
 
 
 def read_request(body: bytes) -> Request:
@@ -155,6 +155,8 @@ def _condition(sample: Mapping[str, Any], sent: dict[str, Tensor | None], video:
     scene = PurePosixPath(sample["scene"])
     if scene.is_absolute() or ".." in scene.parts:  # rewards open files below their data folder by it
         raise ValueError(f"samples' scene is {str(scene)!r}, must lie below the dataset folder")
+    if not 0 < sample["fps"] < math.inf:
+        raise ValueError(f"samples' fps is {sample['fps']!r:.60}, must be above 0")
     frames, height, width = video.shape[1:]
     path = (frames, 4, 4)
     shapes = {"target_poses": path, "source_poses": path, "reference_pose": (4, 4), "intrinsics": (4,)}
