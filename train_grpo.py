@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import time
 from collections.abc import Sequence
 
@@ -18,11 +17,11 @@ if __name__ == "__main__":
     gc.disable()  # until `launch`: walking what they make again and again took a fifth of them
 
 import flow_grpo  # noqa: F401 - before torch, which otherwise loads any accelerator plug-in, unguarded
+from flow_grpo.run.at_once import answer_at_once
 from flow_grpo.settings.reference import command_line
 
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
-    command_line(__doc__).print_help()  # now: what follows takes seconds to import
-    sys.exit()
+if __name__ == "__main__":
+    answer_at_once(command_line(__doc__))  # now: what follows takes seconds to import
 
 from flow_grpo.preflight.doctor.examine import examine
 from flow_grpo.preflight.dry_run import show_plan

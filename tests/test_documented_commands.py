@@ -15,7 +15,8 @@ from unittest import mock
 import pytest
 
 from flow_grpo.rewards.base import check_name
-from flow_grpo.settings.loading import check_world, load_config
+from flow_grpo.settings.checks import check_world
+from flow_grpo.settings.loading import load_config
 from tests.scripted_server import serving
 from tools import reward_server
 

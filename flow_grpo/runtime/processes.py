@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from flow_grpo.runtime.atomic_file import write_atomically
+from flow_grpo.settings.errors import ConfigError
+
+REFUSED_S = 30.0  # that rank 0 may need longer than another rank to read the same configuration
 
 
 def start_program() -> None:
@@ -52,6 +55,15 @@ def launch(main: Callable[..., int], begun: float | None = None) -> NoReturn:
         finally:
             os._exit(1)
     sys.exit(code)
+
+
+def refused(error: ValueError) -> int:
+    """Print why this process cannot begin, in one line, and return exit code 2; a setting is refused by rank 0."""
+    if os.environ.get("RANK", "0") == "0" or not isinstance(error, ConfigError):
+        say_last(str(error))
+    else:  # the first rank that exits lets the launcher end all: that must be the one that prints
+        time.sleep(REFUSED_S)
+    return 2
 
 
 def say_last(cause: str) -> None:

@@ -15,13 +15,12 @@ from ml_collections import ConfigDict
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from flow_grpo.settings.checks import check, check_world
 from flow_grpo.settings.errors import ConfigError, refusal
 from flow_grpo.settings.own_code import import_file, why_it_fails
 from flow_grpo.settings.schema import KNOBS, Config
 from flow_grpo.settings.values import MOST, notation, parse
 
-__all__ = ["ConfigError", "check_world", "load_config", "to_dict"]
+__all__ = ["ConfigError", "load_config", "to_dict"]
 
 OF_EACH_START = ("resume", "run_name", "output_root", "dry_run")  # knobs that are never taken from an earlier start
 PREFIX = "--config."
@@ -52,9 +51,7 @@ def load_config(spec: str, overrides: Sequence[str] = (), kept: Mapping[str, Any
     Raises:
         ConfigError: in one line, for anything that cannot work whatever the number of ranks.
     """
-    config = unchecked(spec, overrides, kept)
-    check(config)
-    return config
+    return _checked(unchecked(spec, overrides, kept))
 
 
 def unchecked(spec: str, overrides: Sequence[str] = (), kept: Mapping[str, Any] | None = None) -> Config:
@@ -84,7 +81,12 @@ def from_dict(plain: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config
         if path in KNOBS:
             _set(values, path, value)
     _override(values, overrides)
-    config = _validated(values)
+    return _checked(_validated(values))
+
+
+def _checked(config: Config) -> Config:
+    from flow_grpo.settings.checks import check  # here: it needs torch, and a misspelt knob is refused without
+
     check(config)
     return config
 

@@ -8,7 +8,8 @@ import pytest
 
 from config import grpo
 from config.base import get_config
-from flow_grpo.settings.loading import check_world, load_config
+from flow_grpo.settings.checks import check_world
+from flow_grpo.settings.loading import load_config
 from flow_grpo.settings.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]

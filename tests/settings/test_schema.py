@@ -168,10 +168,18 @@ def test_the_page_of_all_knobs_is_not_stale() -> None:
     assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == page()
 
 
-def test_the_help_of_training_needs_no_torch() -> None:
+def without_torch(*words: str) -> subprocess.CompletedProcess[str]:
     code = (
-        "import runpy, sys; sys.modules['torch'] = None; sys.argv = ['train_grpo.py', '--help']; "
-        "runpy.run_path('train_grpo.py', run_name='__main__')"
+        "import runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; "
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, check=False, capture_output=True, text=True)
+
+
+def test_the_help_of_training_and_the_refusal_of_a_knob_need_no_torch() -> None:
+    done = without_torch("train_grpo.py", "--help")
     assert "--config FILE:RECIPE" in done.stdout and "\n  train.learning_rate=" in done.stdout
+    done = without_torch("train_grpo.py", "--config", "config/grpo.py:tiny_recam", "--config.sample.kk=4")
+    assert done.returncode == 2 and done.stderr.startswith(
+        "error: config.sample.kk: no such knob (did you mean sample.k?)"
+    )

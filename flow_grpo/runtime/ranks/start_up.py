@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import time
 from collections.abc import Iterator
 
 import torch
 
 from flow_grpo.runtime import device as device_api
-from flow_grpo.runtime.processes import say_last
+from flow_grpo.runtime.processes import refused, say_last
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import World
-from flow_grpo.settings.errors import ConfigError
 from flow_grpo.settings.schema import Config
-
-REFUSED_S = 30.0  # that rank 0 may need longer than another rank to read the same configuration
 
 
 def set_up_rank(config: Config, wait_s: float = 0.0, *, watched: bool = False) -> tuple[torch.device, World]:
@@ -43,13 +38,11 @@ def refuse(error: ValueError, world: World | None) -> int:
 
     Rank 0 prints what every rank raised, a rank alone what it raised before there was a process group.
     """
-    rank = int(os.environ.get("RANK", "0"))
-    if rank == 0 or (world is None and not isinstance(error, ConfigError)):
+    if world is None:
+        return refused(error)
+    if world.is_main:
         say_last(str(error))
-    elif world is None:  # the first rank that exits lets the launcher end all: that must be the one that prints
-        time.sleep(REFUSED_S)
-    if world is not None:
-        process_group.shut_down(world)
+    process_group.shut_down(world)
     return 2
 
 
