@@ -195,22 +195,22 @@ def next_commands(run_folder: Path, *, finished: int = 0, makes_videos: bool = T
     start = _latest(run_folder)
     if start is None:
         return []
-    config, again = start["config"], start["go_on"]
-    further = f"{again} --config.max_minutes=0" if config["max_minutes"] else again
-    if finished >= config["num_epochs"]:  # else the minutes ended it
+    config, again = from_dict(start["config"]), start["go_on"]
+    further = f"{again} --config.max_minutes=0" if config.max_minutes else again
+    if finished >= config.num_epochs:  # else the minutes ended it
         further += f" --config.num_epochs={2 * max(1, finished)}"
     place, evaluation = (shlex.quote(str(path)) for path in (run_folder, run_folder / "evaluation"))
     use = f"python tools/generate.py --run {place}"
     lines = []
-    if makes_videos and config["data"].get("prompts"):
+    if makes_videos and config.data.prompts:
         lines = [f"  make a video:         {use} --prompts 'WHAT IT SHOWS'"]
     elif makes_videos:
         # The tiny world's cameras move less.
-        camera = "arc_left:0.5" if config["data"].get("tiny_world") else "arc_left"
+        camera = "arc_left:0.5" if config.data.tiny_world else "arc_left"
         lines = [f"  film your own video:  {use} --source VIDEO --camera {camera}"]
         # Structure from motion locates no frame in videos as small as the tiny world's; eval.gold does.
         by_motion = f"python tools/evaluate.py --run {place} --out {evaluation}"
-        measured = by_motion if config["data"]["height"] >= LEAST_ROWS else again
+        measured = by_motion if config.data.height >= LEAST_ROWS else again
         lines.append(f"  measure it again:     {measured}")
     lines += [f"  see what it did:      python tools/report.py {place}"]
     return [*lines, f"  train further:        {further}"]
@@ -269,7 +269,13 @@ def _recipe_alone(spec: str, config: Config) -> Config:
 
 def _latest(run_folder: Path) -> dict[str, Any] | None:
     files = _start_files(run_folder)
-    return read_json_object(files[-1], "remove it") if files else None
+    if not files:
+        return None
+    found = read_json_object(files[-1], "remove it")
+    known = isinstance(found.get("config"), dict) and isinstance(found.get("go_on"), str)
+    if not known or not isinstance(found.get("identity", {}), dict):
+        raise ValueError(f"{files[-1]} is no record of a start: config, go_on or identity is missing; remove it")
+    return found
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any], title: str) -> list[str]:

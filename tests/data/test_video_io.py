@@ -304,15 +304,21 @@ def with_matrix(file: Path, matrix: Sequence[float]) -> None:
     file.write_bytes(head + upright + middle + struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30) + tail)
 
 
+def encode(file: Path, video: torch.Tensor, **facts: object) -> None:
+    """Write an uint8 film (3, T, h, w) with facts in its stream that `write_video` never writes."""
+    with av.open(str(file), "w") as container:
+        stream = container.add_stream("libx264", rate=15)
+        stream.height, stream.width, stream.pix_fmt = *video.shape[2:], "yuv420p"
+        for name, value in facts.items():
+            setattr(stream.codec_context, name, value)
+        for picture in video.permute(1, 2, 3, 0).contiguous().numpy():
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+
+
 @pytest.mark.parametrize(("number", "name"), [(16, "PQ"), (18, "HLG")])
 def test_hdr_is_refused_and_a_way_to_convert_it_named(tmp_path, number, name):
-    with av.open(str(tmp_path / "a.mp4"), "w") as container:
-        stream = container.add_stream("libx264", rate=15)
-        stream.height, stream.width, stream.pix_fmt = 16, 24, "yuv420p"
-        stream.codec_context.color_trc = number
-        for _ in range(5):
-            container.mux(stream.encode(av.VideoFrame(24, 16, "yuv420p")))
-        container.mux(stream.encode())
+    encode(tmp_path / "a.mp4", noise(5, 16, 24), color_trc=number)
     assert f"is HDR ({name})" in unread(tmp_path / "a.mp4", 5)
     assert "convert it: ffmpeg -i IN" in refusal(lambda: video_size(tmp_path / "a.mp4"))
 

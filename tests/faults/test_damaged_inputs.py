@@ -9,8 +9,10 @@ import json
 import os
 import random
 import shutil
+import types
 import warnings
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -21,11 +23,13 @@ from flow_grpo.data.camera_files import read_cameras
 from flow_grpo.data.dataset import file_id
 from flow_grpo.data.exclude import read_verdicts, write_verdicts
 from flow_grpo.data.multicam import MultiCamDataset
+from flow_grpo.data.prompts import read_prompts
 from flow_grpo.data.trajectories import read_path
 from flow_grpo.data.video_io import read_video, video_size
 from flow_grpo.maths.poses import check_poses
 from flow_grpo.models.encoders.codec import Codec
 from flow_grpo.models.encoders.texts import TextEncoder
+from flow_grpo.models.files.adapter_files import CAMERA_FILE, LORA_FILE, load_adapter, save_adapter
 from flow_grpo.models.files.model_files import read_tensors, stored_shapes
 from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.networks.transformers import load_transformer
@@ -34,6 +38,7 @@ from flow_grpo.reporting.metric_files import MetricFiles
 from flow_grpo.rewards.base import RewardSet, build_reward
 from flow_grpo.rewards.remote import protocol
 from flow_grpo.rewards.remote.reward import RemoteReward, RetryPolicy
+from flow_grpo.run import starts
 from flow_grpo.runtime.checkpoints import resume
 from flow_grpo.runtime.checkpoints.checkpoint import identity_of
 from flow_grpo.runtime.json_files import read_json
@@ -43,9 +48,13 @@ from flow_grpo.settings.schema import Config
 from tests import scripted_server
 from tests.damage import damaged_bytes, damaged_json, damaged_text, ends
 from tests.data.test_multicam import FRAMES, extrinsics, write_scene
+from tests.data.test_video_io import encode, with_matrix
+from tests.models.test_adapters import move, output, trained_model
 from tests.run.test_run_state import a_run, make_fit
 from tests.scripted_server import HEALTH, ScriptedServer, scores, silent
-from tests.tiny_models import CPU, make_tiny_folder
+from tests.tiny_models import CPU, make_tiny_folder, tiny_transformer
+from tests.tools.run_files import make_run
+from tools.run_folder import read_run
 from tools.serving.scoring_service import LocalScorer, RefusedError, ScoringService
 
 TOKEN = "t0ken-of-the-judge"
@@ -76,6 +85,11 @@ def changed(file: Path, content: bytes) -> Iterator[None]:
 
 
 # --- data
+
+
+def damaged(file: Path, draw: random.Random) -> bytes:
+    content = file.read_bytes()
+    return damaged_text(json.loads(content), draw) if file.suffix == ".json" else damaged_bytes(content, draw)
 
 
 def cameras(place: Path) -> Attempt:
@@ -120,6 +134,48 @@ def video(place: Path) -> Attempt:
         video_size(file)
         pixels = read_video(file, FRAMES)
         assert pixels.shape[:2] == (3, FRAMES) and pixels.dtype == torch.uint8
+
+    return attempt
+
+
+def how_it_is_shown(place: Path) -> Attempt:
+    """A display matrix, oblong pixels, a transfer function: a bright corner is where players show it, or a refusal."""
+    numbers, film = [0.0, 1.0, -1.0, 0.5, 2.0, 1e-3], torch.zeros(3, FRAMES, 32, 48, dtype=torch.uint8)
+    film[:, :, :16, :24] = 255
+    turns = [(0, 1, -1, 0), (0, -1, 1, 0), (-1, 0, 0, -1), (-1, 0, 0, 1), (1, 0, 0, -1), (0, 1, 1, 0)]
+
+    def attempt(draw: random.Random) -> None:
+        file, transfer, aspect = place / "shown.mp4", draw.choice([1, 6, 13, 16, 18]), draw.choice(["1", "1", "4/3"])
+        encode(file, film, color_trc=transfer, sample_aspect_ratio=Fraction(aspect))
+        a, b, c, d = draw.choice([*turns, tuple(draw.choice(numbers) for _ in range(4))])
+        with_matrix(file, (a, b, c, d))
+        size, shown = video_size(file), read_video(file, FRAMES).float().mean(dim=(0, 1))
+        assert size == (FRAMES, *shown.shape) and transfer < 16 and aspect == "1"
+        upper, left = (b + d > 0, a + c > 0)  # where the corner at (-1, -1) is shown
+        rows, columns = (side // 2 for side in shown.shape)
+        corner = shown[:rows] if upper else shown[rows:]
+        assert (corner[:, :columns] if left else corner[:, columns:]).mean() > 200 > 100 > shown.mean()
+
+    return attempt
+
+
+def prompts(place: Path) -> Attempt:
+    whole = {
+        ".txt": "a red kite\na dog \u2028 barks\n",
+        ".csv": 'id,prompt\n1,"a cat, asleep"\n2,a dog\n',
+        ".jsonl": '{"prompt": "a red kite", "id": 1}\n{"prompt": "a dog"}\n',
+    }
+
+    def attempt(draw: random.Random) -> None:
+        ending = draw.choice([*whole])
+        file = place / f"prompts{ending}"
+        file.write_bytes(damaged_bytes(whole[ending].encode(), draw))
+        if draw.random() < 0.2:
+            file = file.rename(file.with_suffix(draw.choice([".tsv", "", ".json"])))
+        found = read_prompts(file)
+        assert found and len({*found}) == len(found) and file.suffix == ending
+        assert all(prompt.strip() and "\n" not in prompt for prompt in found)
+        assert ending != ".jsonl" or not any(prompt.startswith("{") for prompt in found)
 
     return attempt
 
@@ -188,10 +244,53 @@ def model(place: Path) -> Attempt:
     def attempt(draw: random.Random) -> None:
         part = draw.choice(list(parts))
         file = draw.choice(sorted(file for file in (place / "model" / part).iterdir() if file.is_file()))
-        content = file.read_bytes()
-        broken = damaged_text(json.loads(content), draw) if file.suffix == ".json" else damaged_bytes(content, draw)
-        with changed(file, broken):
+        with changed(file, damaged(file, draw)):
             parts[part](place / "model")
+
+    return attempt
+
+
+def adapter(place: Path) -> Attempt:
+    """A header, names or whole tensors change; what loads has the effect of all of them at their scale."""
+    model = trained_model()
+    move(model)
+    wanted = output(model)
+    save_adapter(types.SimpleNamespace(module=model), place / "adapter")
+    files = [place / "adapter" / name for name in (LORA_FILE, CAMERA_FILE)]
+
+    def attempt(draw: random.Random) -> None:
+        file, way = draw.choice(files), draw.randrange(4)
+        tensors, header = read_tensors(file)
+        names = sorted(tensors)
+        if way == 0:
+            tensors = {name: tensor for name, tensor in tensors.items() if draw.random() < 0.7}
+        elif way == 1:
+            tensors[draw.choice(["x", "", names[0] + "x", names[0].replace(".", "_")])] = tensors.pop(names[0])
+        elif way == 2:
+            name = draw.choice([*header])
+            header[name] = damaged_text(header[name], draw).decode("utf-8", "replace").strip('"')
+        content = file.read_bytes() if way == 3 else save(tensors, header)
+        with changed(file, content[: draw.randrange(len(content))] if way == 3 else content):
+            got = output(load_adapter(tiny_transformer(), place / "adapter"))
+        assert torch.equal(got, wanted), f"{file.name}, {way}: another effect"
+
+    return attempt
+
+
+# --- runs
+
+
+def run_folder(place: Path) -> Attempt:
+    make_run(place / "finished", videos=False)
+    files = [place / "finished" / name for name in ("config.json", "starts/001.json", "summary.json", "metrics.jsonl")]
+
+    def attempt(draw: random.Random) -> None:
+        with changed(file := draw.choice(files), damaged(file, draw)):
+            assert isinstance(starts.configuration_of(place / "finished"), Config)
+            found = read_run(place / "finished")
+            assert found.finished >= 0 and found.starts
+            starts.other_parts(place / "finished", {"vae": "x"})
+            starts.next_commands(place / "finished")
 
     return attempt
 
@@ -207,10 +306,7 @@ def checkpoint(place: Path) -> Attempt:
         shutil.rmtree(run, ignore_errors=True)
         folder = Path(shutil.copytree(original, run / original.name))
         file = draw.choice(sorted(folder.iterdir()))
-        content = file.read_bytes()
-        file.write_bytes(
-            damaged_text(json.loads(content), draw) if file.suffix == ".json" else damaged_bytes(content, draw)
-        )
+        file.write_bytes(damaged(file, draw))
         if file.name != "manifest.json" and draw.random() < 0.8:
             make_fit(folder)
         state, _ = a_run(run)
@@ -315,18 +411,22 @@ def recipe(place: Path) -> Attempt:
 
 # A class of input -> how an attempt is made, and of how many cases the suite tries.
 KINDS = {
-    "camera file": (cameras, 80),
+    "camera file": (cameras, 60),
     "captions and presets": (scene, 20),
     "video": (video, 30),
-    "trajectory": (trajectory, 60),
-    "verdicts": (verdicts, 40),
+    "how a video is shown": (how_it_is_shown, 30),
+    "prompts": (prompts, 40),
+    "trajectory": (trajectory, 40),
+    "verdicts": (verdicts, 30),
     "metrics": (metrics, 10),
     "model part": (model, 30),
-    "checkpoint": (checkpoint, 80),
+    "adapter": (adapter, 40),
+    "run folder": (run_folder, 60),
+    "checkpoint": (checkpoint, 60),
     "answer": (answer, 60),
-    "health": (health, 40),
-    "request": (request, 80),
-    "recipe": (recipe, 60),
+    "health": (health, 30),
+    "request": (request, 60),
+    "recipe": (recipe, 40),
 }
 
 

@@ -627,7 +627,7 @@ def test_a_failing_phase_is_named(a_trainer):
 def test_a_signal_ends_the_run_after_its_epoch_saved_and_resumable(a_trainer, tmp_path, capsys):
     trainer, start = a_trainer(), tmp_path / "starts" / "001.json"
     start.parent.mkdir()
-    start.write_text('{"config": {}}')
+    start.write_text('{"config": {}, "go_on": ""}')
     trainer.evaluate_before()
     with trainer.end:
         for epoch in trainer.epochs():
@@ -637,7 +637,7 @@ def test_a_signal_ends_the_run_after_its_epoch_saved_and_resumable(a_trainer, tm
     trainer.leave()
     assert [path.name for path in checkpoint.published(tmp_path / "checkpoints")] == ["checkpoint_000001"]
     assert not (tmp_path / "summary.json").exists()
-    assert json.loads(start.read_text()) == {"config": {}, "ended_by": "SIGTERM"}
+    assert json.loads(start.read_text()) == {"config": {}, "go_on": "", "ended_by": "SIGTERM"}
     assert trainer.stop(InputError("a.mp4 is cut")) == 2
     assert json.loads(start.read_text())["ended_by"] == "InputError (a.mp4 is cut)"
     place = f"--config.run_name={tmp_path.name} --config.output_root={tmp_path.parent}"

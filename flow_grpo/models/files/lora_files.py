@@ -11,10 +11,10 @@ from typing import Any
 
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from diffusers.loaders.lora_pipeline import WanLoraLoaderMixin
-from peft import get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor
 
-from flow_grpo.models.files.model_files import read_tensors
+from flow_grpo.models.files.model_files import WAY_OUT, read_tensors
 
 LORA_FILE = "pytorch_lora_weights.safetensors"  # diffusers' name; adapters on modules that base Wan has
 CAMERA_FILE = "camera_modules.safetensors"  # trained weights of the modules that plain Wan does not have
@@ -41,13 +41,17 @@ def read_lora(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """
     file, camera_file = lora_file(path), path / CAMERA_FILE
     found, header = read_tensors(file)
-    settings = json.loads(header.get(LORA_ADAPTER_METADATA_KEY, "{}"))
-    settings = {name.removeprefix(PREFIX): value for name, value in settings.items()}
+    try:
+        settings = json.loads(header.get(LORA_ADAPTER_METADATA_KEY, "{}"))
+        settings = {name.removeprefix(PREFIX): value for name, value in settings.items()}
+        LoraConfig(**settings)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"adapter {path}: its settings in {file.name} cannot be read ({error}); {WAY_OUT}") from None
     stored = _renamed(found, path)
-    if camera_file.is_file():
-        stored |= read_tensors(camera_file)[0]
-    elif (count := header.get(CAMERA_COUNT, "0")) != "0":
+    camera = read_tensors(camera_file)[0] if camera_file.is_file() else {}
+    if (count := header.get(CAMERA_COUNT, str(len(camera)))) != str(len(camera)):
         raise ValueError(f"adapter {path} lacks {CAMERA_FILE} with {count} tensors; copy the whole folder")
+    stored |= camera
     if not stored:
         raise ValueError(f"adapter {path} holds no tensor, it would change nothing; save or copy it again")
     if "lora_alpha" not in settings:
