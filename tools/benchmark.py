@@ -32,61 +32,58 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
+from flow_grpo.runtime.processes import usable_cores
+from tools.common import fail, image_size, make_parser
+
+PARSER = make_parser(__doc__)
+commands = PARSER.add_subparsers(required=True, dest="command", metavar="{prepare,score}")
+add = commands.add_parser("prepare", help="write sources, paths and generate.sh").add_argument
+add("set", choices=("davis", "redirect4d"), help="test set")
+add("--root", type=Path, required=True, help="its folder: DAVIS-2017, or redirect4d_bench")
+add("--out", type=Path, required=True, help="folder to write; must not exist or be empty")
+add("--size", type=image_size, default=(480, 832), help="rows x columns of the generated videos, such as 480x832")
+add("--list", type=Path, help="davis: text file of videos; default: the 50 of DAVIS 2016")
+add("--captions", type=Path, help="davis: JSON of video -> what it shows; default: generate.py's own prompt")
+add("--frames-at-most", type=int, help="of a video, to try it out; figures of papers are over all frames")
+add("--sources", type=Path, help="redirect4d: folder of the source videos, which the public set lacks")
+add = commands.add_parser("score", help="judge the videos").add_argument
+add("out", type=Path, help="folder that `prepare` wrote")
+add("--videos", type=Path, help="folder of the videos; default: OUT/videos")
+add("--before", action="store_true", help="score the videos that generate.py --before made without the adapter")
+add("--vipe", type=Path, help="ViPE's output, searched for pose/NAME.npz; default: our estimator")
+add("--metric", action="store_true", help="davis: ViPE's poses are in metres; of redirect4d they always are")
+add("--focal-px", type=float, help="of our estimator: focal length in pixels of videos whose own is not known")
+add("--results", type=Path, help="folder of NAME/results.txt as ReDirector's evaluation writes it, for MEt3R")
+add("--vbench", type=Path, help="folder of VBench's *_eval_results.json")
+add("--baseline", type=Path, help="metrics.json of other videos of the same set, for paired differences")
+add("--workers", type=int, default=usable_cores(), help="of our estimator: processes; 0: run in this one")
+if __name__ == "__main__":
+    PARSER.parse_args()  # now: what follows takes seconds to import
 
 from flow_grpo.maths.benchmarks import printed_errors, redirect4d_errors
 from flow_grpo.rewards.camera import structure_from_motion as motion
 from flow_grpo.rewards.camera.structure_from_motion import Estimate
 from flow_grpo.rewards.frames import MOST_FRAMES
-from flow_grpo.rewards.process_pool import Outcome, usable_cores
+from flow_grpo.rewards.process_pool import Outcome
 from flow_grpo.runtime.atomic_file import write_atomically
 from tools import evaluate
-from tools.common import fail, image_size, make_parser
 from tools.evaluation.inputs import EvaluationTask
 from tools.evaluation.tables import compare, read_baseline, summarise, write_tables
 from tools.generation.records import AFTER, BEFORE
-from tools.published.davis import DAVIS_2016, prepare_davis
-from tools.published.redirect4d import FRAMES, case_name, prepare_redirect4d
 from tools.published.claims import PRINTED
+from tools.published.davis import DAVIS_2016, prepare_davis
 from tools.published.plan import SCRIPT, VIDEOS, BenchmarkPlan, find_tasks, read_plan, write_plan
+from tools.published.redirect4d import FRAMES, case_name, prepare_redirect4d
 from tools.published.report import report
 from tools.published.results import met3r_values, vbench_scores, vipe_files, vipe_poses
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(words)
+    args = PARSER.parse_args(words)
     try:
-        return args.run(args)
+        return prepare(args) if args.command == "prepare" else score(args)
     except (ValueError, OSError) as error:
         return fail(error)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = make_parser(__doc__)
-    commands = parser.add_subparsers(required=True, metavar="{prepare,score}")
-    add = commands.add_parser("prepare", help="write sources, paths and generate.sh").add_argument
-    add("set", choices=("davis", "redirect4d"), help="test set")
-    add("--root", type=Path, required=True, help="its folder: DAVIS-2017, or redirect4d_bench")
-    add("--out", type=Path, required=True, help="folder to write; must not exist or be empty")
-    add("--size", type=image_size, default=(480, 832), help="rows x columns of the generated videos, such as 480x832")
-    add("--list", type=Path, default=DAVIS_2016, help="davis: text file of videos; default: the 50 of DAVIS 2016")
-    add("--captions", type=Path, help="davis: JSON of video -> what it shows; default: generate.py's own prompt")
-    add("--frames-at-most", type=int, help="of a video, to try it out; figures of papers are over all frames")
-    add("--sources", type=Path, help="redirect4d: folder of the source videos, which the public set lacks")
-    commands.choices["prepare"].set_defaults(run=prepare)
-    add = commands.add_parser("score", help="judge the videos").add_argument
-    add("out", type=Path, help="folder that `prepare` wrote")
-    add("--videos", type=Path, help="folder of the videos; default: OUT/videos")
-    add("--before", action="store_true", help="score the videos that generate.py --before made without the adapter")
-    add("--vipe", type=Path, help="ViPE's output, searched for pose/NAME.npz; default: our estimator")
-    add("--metric", action="store_true", help="davis: ViPE's poses are in metres; of redirect4d they always are")
-    add("--focal-px", type=float, help="of our estimator: focal length in pixels of videos whose own is not known")
-    add("--results", type=Path, help="folder of NAME/results.txt as ReDirector's evaluation writes it, for MEt3R")
-    add("--vbench", type=Path, help="folder of VBench's *_eval_results.json")
-    add("--baseline", type=Path, help="metrics.json of other videos of the same set, for paired differences")
-    add("--workers", type=int, default=usable_cores(), help="of our estimator: processes; 0: run in this one")
-    commands.choices["score"].set_defaults(run=score)
-    return parser
 
 
 def prepare(args: argparse.Namespace) -> int:
@@ -97,7 +94,8 @@ def prepare(args: argparse.Namespace) -> int:
     if min(args.size) < 1:
         raise ValueError(f"--size is {args.size[0]}x{args.size[1]}, must be rows x columns, such as 480x832")
     if args.set == "davis":
-        plan = prepare_davis(args.root, args.out, args.size, args.list, args.captions, args.frames_at_most)
+        names = args.list or DAVIS_2016
+        plan = prepare_davis(args.root, args.out, args.size, names, args.captions, args.frames_at_most)
     elif args.sources is None:
         raise ValueError("--sources is needed: the folder of redirect4d's source videos, which the public set lacks")
     else:

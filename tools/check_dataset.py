@@ -27,7 +27,29 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
+from tools.common import image_size, make_parser
+
+# Well above any camera of the dataset: 4.87 m and 75 degrees in 80 frames at varying speed.
+MAX_STEP = (1.0, 30.0)
+PARSER = make_parser(__doc__)
+PARSER.add_argument("root", type=Path, help="dataset folder, the parent of the splits")
+PARSER.add_argument("--split", action="append", help="folder below the root, may be repeated; default: all")
+PARSER.add_argument("--decode", action="store_true", help="decode every frame: finds hidden damage, slow")
+PARSER.add_argument("--frames", type=int, help="least number of frames of every video and camera file")
+PARSER.add_argument("--size", type=image_size, help="required pixels of every video, as ROWSxCOLUMNS")
+PARSER.add_argument(
+    "--max-step",
+    type=float,
+    nargs=2,
+    default=MAX_STEP,
+    metavar=("METRES", "DEGREES"),
+    help="most that a camera may move and turn between two frames; default: %(default)s",
+)
+PARSER.add_argument("--workers", type=int, default=1, help="processes")
+PARSER.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON instead of printing tables")
+if __name__ == "__main__":
+    PARSER.parse_args()  # now: what follows takes seconds to import
+
 import torch
 from rich.console import Console
 from rich.progress import Progress
@@ -36,13 +58,10 @@ from rich.table import Table
 from flow_grpo.data import captions, multicam
 from flow_grpo.data.camera_files import BAD_JSON, read_cameras
 from flow_grpo.data.video_io import frame_rate, read_video, video_size
-from flow_grpo.runtime.json_files import read_json_object
 from flow_grpo.maths.poses import rotation_angle_deg
-from tools.common import image_size, make_parser
+from flow_grpo.runtime.json_files import read_json_object
 
-# Well above any camera of the dataset: 4.87 m and 75 degrees in 80 frames at varying speed.
 SHORT_M = 0.02  # of a path: that of a file in metres, read as centimetres
-MAX_STEP = (1.0, 30.0)
 MOTIONS = ("path_m", "rotation_deg", "step_m", "step_deg")
 
 
@@ -300,28 +319,8 @@ def check(args: argparse.Namespace, folders: Sequence[Path]) -> list[SceneReport
         return list(bars.track(run(partial(check_scene, args), folders), len(folders), description="scenes"))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = make_parser(__doc__)
-    parser.add_argument("root", type=Path, help="dataset folder, the parent of the splits")
-    parser.add_argument("--split", action="append", help="folder below the root, may be repeated; default: all")
-    parser.add_argument("--decode", action="store_true", help="decode every frame: finds hidden damage, slow")
-    parser.add_argument("--frames", type=int, help="least number of frames of every video and camera file")
-    parser.add_argument("--size", type=image_size, help="required pixels of every video, as ROWSxCOLUMNS")
-    parser.add_argument(
-        "--max-step",
-        type=float,
-        nargs=2,
-        default=MAX_STEP,
-        metavar=("METRES", "DEGREES"),
-        help="most that a camera may move and turn between two frames; default: %(default)s",
-    )
-    parser.add_argument("--workers", type=int, default=1, help="processes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON instead of printing tables")
-    return parser
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = _parser()
+    parser = PARSER
     args = parser.parse_args(argv)
     if not args.root.is_dir():
         parser.error(f"the dataset folder {args.root} does not exist")

@@ -19,6 +19,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
+from flow_grpo.run.at_once import answer_at_once
+from flow_grpo.runtime.processes import usable_cores
+from tools.common import fail, make_parser
+
+PARSER = make_parser(__doc__, recipe=True)
+PARSER.add_argument("--out", type=Path, required=True, help="the file of verdicts")
+PARSER.add_argument("--workers", type=int, default=usable_cores(), help="processes; 0: run in this one")
+if __name__ == "__main__":
+    answer_at_once(PARSER)  # now: what follows takes seconds to import
+
 from tqdm import tqdm
 
 from flow_grpo.data.exclude import Verdicts, read_verdicts, settings_of, write_verdicts
@@ -26,9 +36,7 @@ from flow_grpo.data.multicam import MultiCamDataset, contents_by_scene
 from flow_grpo.data.splits import multicam_data
 from flow_grpo.records import Condition
 from flow_grpo.rewards.camera.pose import PoseMeasurer
-from flow_grpo.rewards.process_pool import usable_cores
 from flow_grpo.settings.loading import load_config
-from tools.common import fail, make_parser
 
 LEAST_USABLE = 0.5  # share of the items below which something common to all is suspected
 SHOWN = 5  # of the scenes without a usable item
@@ -40,10 +48,7 @@ AT_ONCE = 4  # items per process between two writes of the file
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__, recipe=True)
-    parser.add_argument("--out", type=Path, required=True, help="the file of verdicts")
-    parser.add_argument("--workers", type=int, default=usable_cores(), help="processes; 0: run in this one")
-    known, overrides = parser.parse_known_args(words)
+    known, overrides = PARSER.parse_known_args(words)
     try:
         if known.workers < 0:
             raise ValueError(f"--workers is {known.workers}, must be at least 0 (0: check in this process)")

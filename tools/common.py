@@ -5,6 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from flow_grpo.settings.schema import KNOBS  # flow_grpo before torch, which else loads any accelerator plug-in
+
+DTYPES = sorted(get_args(KNOBS["model.dtype"].kind))  # the names of flow_grpo/runtime/device.py, which needs torch
 
 
 def make_parser(doc: str | None, *, recipe: bool = False) -> argparse.ArgumentParser:
@@ -17,6 +23,14 @@ def make_parser(doc: str | None, *, recipe: bool = False) -> argparse.ArgumentPa
         help_text = "recipe, such as config/grpo.py:tiny_recam; --config.section.knob=value overrides may follow"
         parser.add_argument("--config", required=True, metavar="FILE:RECIPE", help=help_text)
     return parser
+
+
+def add_conversion_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--back", type=Path, metavar="FOLDER", help="convert back: a model folder, or its transformer folder")
+    add("--out", type=Path, required=True, help="folder to write, or with --back a .safetensors file; must not exist")
+    add("--dtype", choices=("keep", *DTYPES), default="keep", help="of the written weights (default: unchanged)")
+    add("--link", action="store_true", help="symlink the other components instead of copying")
 
 
 def launcher(ranks: int) -> list[str]:

@@ -24,13 +24,21 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
+from tools.common import add_conversion_options, make_parser
+
+PARSER = make_parser(__doc__)
+add = PARSER.add_argument
+add("--recammaster", type=Path, metavar="FILE", help="checkpoint with the original names")
+add("--wan", type=Path, metavar="FOLDER", help="Wan2.1-T2V-1.3B, in diffusers layout or the original files")
+add_conversion_options(PARSER)
+add("--init-camera", action="store_true", help="accept base Wan: add camera modules without effect")
+if __name__ == "__main__":
+    PARSER.parse_args()  # now: what follows takes seconds to import
 
 from flow_grpo.models.files import convert, model_files
 from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.networks.transformers import is_camera_weight
 from flow_grpo.runtime.json_files import read_json_object
-from tools.common import make_parser
 from tools.conversion import model_folder
 
 COMPONENTS = ("vae", "text_encoder", "tokenizer", "scheduler")
@@ -38,13 +46,7 @@ is_recam_weight = functools.partial(is_camera_weight, ReCamTransformer3DModel)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__)
-    add = parser.add_argument
-    add("--recammaster", type=Path, metavar="FILE", help="checkpoint with the original names")
-    add("--wan", type=Path, metavar="FOLDER", help="Wan2.1-T2V-1.3B, in diffusers layout or the original files")
-    model_folder.add_options(parser)
-    add("--init-camera", action="store_true", help="accept base Wan: add camera modules without effect")
-    return model_folder.convert_checkpoint(parser.parse_args(words), _check, forward, back)
+    return model_folder.convert_checkpoint(PARSER.parse_args(words), _check, forward, back)
 
 
 def _check(args: argparse.Namespace) -> None:

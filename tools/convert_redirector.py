@@ -22,12 +22,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
+from tools.common import add_conversion_options, make_parser
+
+PARSER = make_parser(__doc__)
+add = PARSER.add_argument
+add("--step", type=Path, metavar="FILE", help="ReDirector's checkpoint, stepN.safetensors")
+add("--base", type=Path, metavar="FOLDER", help="Wan2.1-Fun-V1.1-1.3B-Control-Camera, original files")
+add("--wan", type=Path, metavar="FOLDER", help="Wan2.1-I2V-14B-480P-Diffusers, for all but the transformer")
+add_conversion_options(PARSER)
+if __name__ == "__main__":
+    PARSER.parse_args()  # now: what follows takes seconds to import
 
 from flow_grpo.models.files import convert, model_files
 from flow_grpo.models.networks.redirector_transformer import ReDirectorTransformer3DModel, is_phase_weight
 from flow_grpo.runtime.json_files import read_json_object
-from tools.common import make_parser
 from tools.conversion import model_folder
 
 COMPONENTS = ("vae", "text_encoder", "tokenizer", "scheduler", "image_encoder", "image_processor")
@@ -39,13 +47,7 @@ IMAGE_INDEX = {
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__)
-    add = parser.add_argument
-    add("--step", type=Path, metavar="FILE", help="ReDirector's checkpoint, stepN.safetensors")
-    add("--base", type=Path, metavar="FOLDER", help="Wan2.1-Fun-V1.1-1.3B-Control-Camera, original files")
-    add("--wan", type=Path, metavar="FOLDER", help="Wan2.1-I2V-14B-480P-Diffusers, for all but the transformer")
-    model_folder.add_options(parser)
-    return model_folder.convert_checkpoint(parser.parse_args(words), _check, forward, back)
+    return model_folder.convert_checkpoint(PARSER.parse_args(words), _check, forward, back)
 
 
 def _check(args: argparse.Namespace) -> None:

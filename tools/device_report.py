@@ -27,21 +27,35 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
+from tools.common import fail, make_parser
+
+VIDEOS = {"real": "81x480x832,33x240x416", "self-test": "5x32x272"}  # the latter the least decoded in two tiles
+PARTS = ("matmul", "forward", "update", "decode", "attention")
+PARSER = make_parser(__doc__)
+PARSER.add_argument("--size", choices=list(VIDEOS), help="real, or self-test: that it runs, in small")
+PARSER.add_argument("--device", default="auto", help="kind of device")
+PARSER.add_argument("--videos", default="", help="FRAMESxHEIGHTxWIDTH, the most important first, commas between")
+PARSER.add_argument("--parts", default=",".join(PARTS), help="of matmul, forward, update, decode, attention")
+PARSER.add_argument("--rows", type=int, default=1, help="videos in one call")
+PARSER.add_argument("--repeat", type=int, default=3, help="timed calls of each, at most")
+PARSER.add_argument("--budget-s", type=float, default=570.0, help="seconds for everything")
+PARSER.add_argument("--out", default="", help="JSON file; by default in benchmarks/, named by size and device")
+PARSER.add_argument("--part", default="", help=argparse.SUPPRESS)  # the process of one part
+if __name__ == "__main__":
+    PARSER.parse_args()  # now: what follows takes seconds to import
+
 import flow_grpo.models  # noqa: F401, I001 - before torch and diffusers, which load accelerator plug-ins unguarded
 
 import torch
 
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.atomic_file import write_atomically
-from tools.common import fail, make_parser
 from tools.device.kernels import VideoSize
 
 ROOT = Path(__file__).resolve().parents[1]
 Report = dict[str, Any]
 Runner = Callable[["Job", float], dict[str, Any]]
 
-VIDEOS = {"real": "81x480x832,33x240x416", "self-test": "5x32x272"}  # the latter the least decoded in two tiles
-PARTS = ("matmul", "forward", "update", "decode", "attention")
 AIMS = {
     "forward at 55 % of the matrix rate": ("forward_81x480x832", "share_of_matmul_rate", 0.55, True),
     "update at 50 % of the matrix rate": ("update_81x480x832", "share_of_matmul_rate", 0.50, True),
@@ -87,7 +101,7 @@ class Job:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    options = _read(words)
+    options = PARSER.parse_args(words)
     try:
         device = device_api.resolve(options.device)
         size = options.size or ("self-test" if device.type == "cpu" else "real")
@@ -116,20 +130,6 @@ def main(words: Sequence[str] | None = None) -> int:
     collect(report, list(jobs(parts, videos)), runner, options.budget_s, save)
     print(f"\n{table(report)}\n\n{ROW_HEAD}\n{row(report)}\n\nkept in {file}")
     return 1 if any("error" in record for record in report["parts"].values()) else 0
-
-
-def _read(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = make_parser(__doc__)
-    parser.add_argument("--size", choices=list(VIDEOS), help="real, or self-test: that it runs, in small")
-    parser.add_argument("--device", default="auto", help="kind of device")
-    parser.add_argument("--videos", default="", help="FRAMESxHEIGHTxWIDTH, the most important first, commas between")
-    parser.add_argument("--parts", default=",".join(PARTS), help="of matmul, forward, update, decode, attention")
-    parser.add_argument("--rows", type=int, default=1, help="videos in one call")
-    parser.add_argument("--repeat", type=int, default=3, help="timed calls of each, at most")
-    parser.add_argument("--budget-s", type=float, default=570.0, help="seconds for everything")
-    parser.add_argument("--out", default="", help="JSON file; by default in benchmarks/, named by size and device")
-    parser.add_argument("--part", default="", help=argparse.SUPPRESS)  # the process of one part
-    return parser.parse_args(words)
 
 
 def jobs(parts: Sequence[str], videos: Sequence[VideoSize]) -> Iterator[Job]:

@@ -24,7 +24,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
+from flow_grpo.run.at_once import answer_at_once
+from tools.common import make_parser
+
+PARSER = make_parser(__doc__, recipe=True)
+PARSER.add_argument("--json", action="store_true", help="print one JSON object, everything else on stderr")
+if __name__ == "__main__":
+    answer_at_once(PARSER)  # now: what follows takes seconds to import
 
 import torch
 
@@ -41,13 +47,10 @@ from flow_grpo.settings.checks import check, check_world
 from flow_grpo.settings.loading import ConfigError
 from flow_grpo.settings.objectives import micro_batch
 from flow_grpo.settings.schema import Config
-from tools.common import make_parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__, recipe=True)
-    parser.add_argument("--json", action="store_true", help="print one JSON object, everything else on stderr")
-    known, overrides = parser.parse_known_args(words)
+    known, overrides = PARSER.parse_known_args(words)
     begun, world = time.perf_counter(), None
     try:
         with stdout_to_stderr() if known.json else contextlib.nullcontext():

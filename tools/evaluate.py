@@ -51,7 +51,30 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
+from flow_grpo.run.at_once import answer_at_once
+from flow_grpo.runtime.processes import usable_cores
+from tools.common import fail, make_parser
+
+MOST_SECONDS = 900.0  # per video: about 18 times the usual time at 480x832
+PARSER = make_parser(__doc__)
+add = PARSER.add_argument
+add("--folder", type=Path, help="or as the first word: folder of tools/generate.py, searched recursively")
+add("--run", type=Path, help="folder of a run, outputs/NAME: generate its held-out conditions")
+add("--videos", type=Path, help="folder of other videos, searched recursively; with --cameras")
+add("--cameras", type=Path, help="JSON of video -> matrices, or camera_extrinsics.json")
+add("--focal-px", type=float, help="focal length in pixels of videos whose own is not known")
+add("--config", metavar="FILE:RECIPE", help="generate this recipe's held-out conditions")
+add("--adapter", type=Path, help="with --config: adapter folder of a run; default: the base model")
+add("--checkpoint", type=Path, help="of a run: generate its held-out conditions")
+add("--out", type=Path, help="output folder; an existing one is continued; default: FOLDER/evaluation")
+before_help = "leave out the videos before training, of FOLDER or --run; --baseline does so, too"
+add("--no-before", dest="before", action="store_false", help=before_help)
+add("--baseline", type=Path, help="metrics.json of other videos with the same names, for paired differences")
+add("--workers", type=int, default=usable_cores(), help="processes; 0: run in this one, without a time limit")
+add("--seconds", type=float, default=MOST_SECONDS, help="time limit per video")
+add("--no-plots", dest="plots", action="store_false", help="draw no paths")
+if __name__ == "__main__":
+    answer_at_once(PARSER)  # now: what follows takes seconds to import
 
 import cv2
 import numpy as np
@@ -60,18 +83,15 @@ from tqdm import tqdm
 
 from flow_grpo.data.video_io import read_video
 from flow_grpo.maths.path_errors import CONVENTIONS, LEAST_BASELINE_M, LEAST_FRAMES, baseline_m, path_errors
+from flow_grpo.reporting.drawing.path_plots import draw_paths
 from flow_grpo.rewards.camera import structure_from_motion as motion
 from flow_grpo.rewards.camera.pose import LEAST_LOCATED
-from flow_grpo.rewards.frames import MOST_FRAMES, frame_numbers
-from flow_grpo.rewards.process_pool import CallPool, Outcome, usable_cores
 from flow_grpo.rewards.camera.structure_from_motion import Estimate
-from flow_grpo.reporting.drawing.path_plots import draw_paths
+from flow_grpo.rewards.frames import MOST_FRAMES, frame_numbers
+from flow_grpo.rewards.process_pool import CallPool, Outcome
 from flow_grpo.runtime.atomic_file import write_atomically
-from tools.common import fail, make_parser
 from tools.evaluation.inputs import EvaluationTask, find_generated, find_tasks
 from tools.evaluation.tables import baseline_lines, compare, read_baseline, summarise, write_tables
-
-MOST_SECONDS = 900.0  # per video: about 18 times the usual time at 480x832
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +108,7 @@ def main(words: Sequence[str] | None = None) -> int:
         given = list(sys.argv[1:] if words is None else words)
         # Not a positional of argparse, which would take the value of an override such as --config.eval.num_steps 8.
         folder = ["--folder"] if given and not given[0].startswith("-") else []
-        args, overrides = _parser().parse_known_args([*folder, *given])
+        args, overrides = PARSER.parse_known_args([*folder, *given])
         check_options(args, overrides)
         settings = {"estimator": motion.name(), "most_frames": MOST_FRAMES}
         tasks, before = tasks_of(args, overrides)
@@ -166,27 +186,6 @@ def tasks_of(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[list[E
     with tempfile.TemporaryDirectory() as place:  # not in --out, which may still be rejected for holding other videos
         export(config, args.checkpoint, Path(place))
         return find_tasks(*make_videos(config, Path(place), args.out, args.focal_px), args.focal_px), []
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = make_parser(__doc__)
-    add = parser.add_argument
-    add("--folder", type=Path, help="or as the first word: folder of tools/generate.py, searched recursively")
-    add("--run", type=Path, help="folder of a run, outputs/NAME: generate its held-out conditions")
-    add("--videos", type=Path, help="folder of other videos, searched recursively; with --cameras")
-    add("--cameras", type=Path, help="JSON of video -> matrices, or camera_extrinsics.json")
-    add("--focal-px", type=float, help="focal length in pixels of videos whose own is not known")
-    add("--config", metavar="FILE:RECIPE", help="generate this recipe's held-out conditions")
-    add("--adapter", type=Path, help="with --config: adapter folder of a run; default: the base model")
-    add("--checkpoint", type=Path, help="of a run: generate its held-out conditions")
-    add("--out", type=Path, help="output folder; an existing one is continued; default: FOLDER/evaluation")
-    before_help = "leave out the videos before training, of FOLDER or --run; --baseline does so, too"
-    add("--no-before", dest="before", action="store_false", help=before_help)
-    add("--baseline", type=Path, help="metrics.json of other videos with the same names, for paired differences")
-    add("--workers", type=int, default=usable_cores(), help="processes; 0: run in this one, without a time limit")
-    add("--seconds", type=float, default=MOST_SECONDS, help="time limit per video")
-    add("--no-plots", dest="plots", action="store_false", help="draw no paths")
-    return parser
 
 
 def check_options(args: argparse.Namespace, overrides: Sequence[str]) -> None:

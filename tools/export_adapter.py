@@ -16,23 +16,26 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
+from flow_grpo.run.at_once import answer_at_once
+from tools.common import fail, make_parser
+
+PARSER = make_parser(__doc__)
+PARSER.add_argument("--checkpoint", type=Path, required=True, help="folder of a checkpoint")
+PARSER.add_argument("--out", type=Path, required=True, help="adapter folder to write; must not exist")
+if __name__ == "__main__":
+    answer_at_once(PARSER)  # now: what follows takes seconds to import
 
 import torch
 
+from flow_grpo.models.files.adapter_files import save_adapter
+from flow_grpo.models.registry import build_policy
 from flow_grpo.run.run_state import load_weights
 from flow_grpo.run.starts import checkpoint_configuration
 from flow_grpo.settings.schema import Config
-from flow_grpo.models.files.adapter_files import save_adapter
-from flow_grpo.models.registry import build_policy
-from tools.common import fail, make_parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("--checkpoint", type=Path, required=True, help="folder of a checkpoint")
-    parser.add_argument("--out", type=Path, required=True, help="adapter folder to write; must not exist")
-    args, overrides = parser.parse_known_args(words)
+    args, overrides = PARSER.parse_known_args(words)
     try:
         if args.out.exists():
             raise ValueError(f"--out {args.out} exists, must be a new folder")

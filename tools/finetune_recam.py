@@ -34,25 +34,40 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
+from flow_grpo.data import STRATEGIES
+from flow_grpo.run.at_once import answer_at_once
+from tools.common import make_parser
+
+PARSER = make_parser(__doc__, recipe=True)
+add, flag = PARSER.add_argument, argparse.BooleanOptionalAction
+add("--run-name", default="", help="folder below output_root; default: the recipe's, or recipe and time")
+add("--epochs", type=int, default=1, help="passes over data.train_split")
+add("--max-steps", type=int, default=0, help="total optimizer steps; 0: no limit")
+add("--use-dynamic-batch", action=flag, default=True, help="bound a batch by tokens instead of items")
+add("--max-points", type=int, default=500_000, help="target tokens per batch; source tokens come on top")
+add("--batch-size", type=int, default=4, help="items per batch; ignored with dynamic batches")
+add("--weights", type=Path, help="JSON file: weights of items or folders, see above; without, each item once")
+add("--num-samples", type=int, default=0, help="draws per epoch with --weights; 0: as many as there are items")
+add("--drop-strategy", choices=STRATEGIES, default=STRATEGIES[0], help="which items a batch of fixed size drops")
+add("--num-workers", type=int, default=4, help="loader processes per rank")
+add("--prefetch-factor", type=int, default=2, help="batches of videos that each loader process holds ready")
+add("--drop-last", action="store_true", help="drop the last batches if there is not one for every rank")
+add("--seed", type=int, default=42, help="of order, noise levels and noise; replaces the recipe's")
+add("--checkpoint-every", type=int, default=100, help="steps; the last step is always saved")
+add("--log-every", type=int, default=10, help="steps")
+add("--eval-items", type=int, default=64, help="items of data.eval_split to evaluate before and after; 0: none")
+add("--resume", action="store_true", help="resume from the run's newest checkpoint")
+if __name__ == "__main__":
+    answer_at_once(PARSER)  # now: what follows takes seconds to import
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from flow_grpo.run.assemble import check_sizes, run_name, share_tokens, splits
-from flow_grpo.runtime.ranks.start_up import raise_on_all_ranks, refuse, set_up_rank
-from flow_grpo.run.parts import build_optimizer
-from flow_grpo.run.run_state import common_identity
 from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.algorithm.update.updater import set_learning_rates
 from flow_grpo.data.dataset import make_loader, next_batch
-from flow_grpo.data.dynamic_batch import (
-    STRATEGIES,
-    DistributedWeightedSampler,
-    DynamicBatchSampler,
-    LimitedPointsCollateFn,
-)
+from flow_grpo.data.dynamic_batch import DistributedWeightedSampler, DynamicBatchSampler, LimitedPointsCollateFn
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.maths.keys import generator
@@ -61,6 +76,10 @@ from flow_grpo.models.files.adapter_files import save_adapter
 from flow_grpo.models.registry import video_model
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.records import Condition
+from flow_grpo.reporting.metric_files import MetricFiles
+from flow_grpo.run.assemble import check_sizes, run_name, share_tokens, splits
+from flow_grpo.run.parts import build_optimizer
+from flow_grpo.run.run_state import common_identity
 from flow_grpo.runtime.checkpoints import checkpoint, resume, saving
 from flow_grpo.runtime.checkpoints.moments import load_moments, moments_by_place
 from flow_grpo.runtime.checkpoints.run_lock import RunLock
@@ -69,11 +88,10 @@ from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.context_parallel import share_samples
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.sharding import parallelize, unwrap
-from flow_grpo.reporting.metric_files import MetricFiles
+from flow_grpo.runtime.ranks.start_up import raise_on_all_ranks, refuse, set_up_rank
 from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.loading import ConfigError, load_config
 from flow_grpo.settings.schema import Config
-from tools.common import make_parser
 from tools.finetuning.items import Items, item_tokens, item_weights
 
 POSITIVE = ("epochs", "max_points", "batch_size", "prefetch_factor", "checkpoint_every", "log_every")
@@ -101,26 +119,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def read_command_line(words: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
     """Return the options and the checked configuration; ConfigError, the same on every rank, for invalid values."""
-    parser = make_parser(__doc__, recipe=True)
-    add, flag = parser.add_argument, argparse.BooleanOptionalAction
-    add("--run-name", default="", help="folder below output_root; default: the recipe's, or recipe and time")
-    add("--epochs", type=int, default=1, help="passes over data.train_split")
-    add("--max-steps", type=int, default=0, help="total optimizer steps; 0: no limit")
-    add("--use-dynamic-batch", action=flag, default=True, help="bound a batch by tokens instead of items")
-    add("--max-points", type=int, default=500_000, help="target tokens per batch; source tokens come on top")
-    add("--batch-size", type=int, default=4, help="items per batch; ignored with dynamic batches")
-    add("--weights", type=Path, help="JSON file: weights of items or folders, see above; without, each item once")
-    add("--num-samples", type=int, default=0, help="draws per epoch with --weights; 0: as many as there are items")
-    add("--drop-strategy", choices=STRATEGIES, default=STRATEGIES[0], help="which items a batch of fixed size drops")
-    add("--num-workers", type=int, default=4, help="loader processes per rank")
-    add("--prefetch-factor", type=int, default=2, help="batches of videos that each loader process holds ready")
-    add("--drop-last", action="store_true", help="drop the last batches if there is not one for every rank")
-    add("--seed", type=int, default=42, help="of order, noise levels and noise; replaces the recipe's")
-    add("--checkpoint-every", type=int, default=100, help="steps; the last step is always saved")
-    add("--log-every", type=int, default=10, help="steps")
-    add("--eval-items", type=int, default=64, help="items of data.eval_split to evaluate before and after; 0: none")
-    add("--resume", action="store_true", help="resume from the run's newest checkpoint")
-    args, overrides = parser.parse_known_args(words)
+    args, overrides = PARSER.parse_known_args(words)
     for name, value in vars(args).items():
         if isinstance(value, int) and value < (least := int(name in POSITIVE)):
             raise ConfigError(f"--{name.replace('_', '-')}: got {value}, must be at least {least}")

@@ -46,40 +46,45 @@ from typing import Any, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
+from tools.common import fail
+from tools.generation.options import command_line, parse
+
+if __name__ == "__main__":
+    try:
+        command_line(__doc__).parse_args()  # now: what follows takes seconds to import
+    except ValueError as error:
+        sys.exit(fail(error))
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from flow_grpo.algorithm.rollout.denoise import rollout
+from flow_grpo.data.captions import caption_of
 from flow_grpo.data.dataset import ConditionDataset
 from flow_grpo.data.multicam import LENS_FOLDER, fitted_intrinsics
-from flow_grpo.data.captions import caption_of
 from flow_grpo.data.prompts import ENDINGS, PromptDataset, read_prompts
 from flow_grpo.data.trajectories import UserVideos, find_videos, read_source_path
 from flow_grpo.data.video_io import video_size
 from flow_grpo.maths.poses import relative
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.encoders import codec
-from flow_grpo.models.registry import video_model
+from flow_grpo.models.fake_policy import transformer_config
 from flow_grpo.models.files.adapter_files import adapted_policy
 from flow_grpo.models.files.lora_files import lora_file
 from flow_grpo.models.networks.transformers import load_transformer
-from flow_grpo.models.fake_policy import transformer_config
+from flow_grpo.models.registry import video_model
 from flow_grpo.models.wan_policy import WanPolicy, load_networks
 from flow_grpo.records import Condition
+from flow_grpo.reporting.labelled_video import Panel, draw_labelled, rate
+from flow_grpo.run.starts import LEAST_ROWS, other_parts
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.ranks.sharding import on_every_call
-from flow_grpo.reporting.labelled_video import Panel, draw_labelled, rate
-from flow_grpo.run.starts import LEAST_ROWS, other_parts
-from flow_grpo.settings.sampling import ODE, Sampling
 from flow_grpo.runtime.video_file import levels, write_video
-from tools.common import fail
-from tools.generation.options import parse
-from tools.published.results import vipe_files, vipe_poses
+from flow_grpo.settings.sampling import ODE, Sampling
 from tools.generation.records import AFTER, BEFORE, BESIDE, RECORD, TOOL, record_of
+from tools.published.results import vipe_files, vipe_poses
 
 # By the ending of its files: a policy, and the context in which it is the model before or after training.
 Versions: TypeAlias = dict[str, tuple[WanPolicy, Callable[[], AbstractContextManager[None]]]]

@@ -23,30 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
-
-from flow_grpo.data.rooms import LABELLED, UNLABELLED, UNSEEN
-from flow_grpo.maths.bootstrap import mean_interval
-from flow_grpo.reporting.drawing.style import new_figure
-from flow_grpo.reporting.metric_files import read_rows
-from flow_grpo.run.starts import commit
-from flow_grpo.runtime.atomic_file import write_atomically
 from tools.common import fail, launcher, make_parser, markdown_table
-
-ROOT = Path(__file__).resolve().parents[1]
-RECORDS = ROOT / "benchmarks" / "learning"
-PAGE, PLOT = ROOT / "docs" / "learning.md", ROOT / "docs" / "learning.png"
-BEGIN, END = "<!-- begin of the generated part -->", "<!-- end of the generated part -->"
-GROUPS = {"labelled": LABELLED, "unlabelled": UNLABELLED, "unseen": UNSEEN}  # of the held-out commands
-MEASURES = {  # of a held-out condition -> title and decimals
-    "trans_err_m": ("TransErr m", 3),
-    "rot_err_deg": ("RotErr °", 2),
-    "residual": ("residual", 4),
-    "found_path_psnr_db": ("PSNR on the found path dB", 2),
-    "target_view_psnr_db": ("PSNR to the true view dB", 2),
-}
-EVERY = 20  # epochs between evaluations
-Record = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +55,36 @@ VARIANTS = {
     "sft_rl": Variant("supervised fine-tuning, then RL", labels=6400, epochs=40),
     "twin": Variant("RL as my_recam_8npu", recipe="my_recam_8npu_room", knobs=TWIN),
 }
+PARSER = make_parser(__doc__)
+PARSER.add_argument("--only", nargs="+", default=list(VARIANTS), metavar="NAME", help=", ".join(VARIANTS))
+PARSER.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+PARSER.add_argument("--out", type=Path, default=Path("outputs") / "learning_study", help="folder of the runs")
+PARSER.add_argument("--ranks", type=int, default=2)
+PARSER.add_argument("--report", action="store_true", help="train nothing, write tables and plot of the records")
+if __name__ == "__main__":
+    PARSER.parse_args()  # now: what follows takes seconds to import
+
+from flow_grpo.data.rooms import LABELLED, UNLABELLED, UNSEEN
+from flow_grpo.maths.bootstrap import mean_interval
+from flow_grpo.reporting.drawing.style import new_figure
+from flow_grpo.reporting.metric_files import read_rows
+from flow_grpo.run.starts import commit
+from flow_grpo.runtime.atomic_file import write_atomically
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "benchmarks" / "learning"
+PAGE, PLOT = ROOT / "docs" / "learning.md", ROOT / "docs" / "learning.png"
+BEGIN, END = "<!-- begin of the generated part -->", "<!-- end of the generated part -->"
+GROUPS = {"labelled": LABELLED, "unlabelled": UNLABELLED, "unseen": UNSEEN}  # of the held-out commands
+MEASURES = {  # of a held-out condition -> title and decimals
+    "trans_err_m": ("TransErr m", 3),
+    "rot_err_deg": ("RotErr °", 2),
+    "residual": ("residual", 4),
+    "found_path_psnr_db": ("PSNR on the found path dB", 2),
+    "target_view_psnr_db": ("PSNR to the true view dB", 2),
+}
+EVERY = 20  # epochs between evaluations
+Record = dict[str, Any]
 BATCH = 32  # items of a step of supervised fine-tuning
 LABELS = {  # the labels there are, and a rate
     "data.root": "data/labelled_rooms",
@@ -89,13 +96,7 @@ LABELS = {  # the labels there are, and a rate
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("--only", nargs="+", default=list(VARIANTS), metavar="NAME", help=", ".join(VARIANTS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--out", type=Path, default=Path("outputs") / "learning_study", help="folder of the runs")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--report", action="store_true", help="train nothing, write tables and plot of the records")
-    asked = parser.parse_args(words)
+    asked = PARSER.parse_args(words)
     if unknown := [name for name in asked.only if name not in VARIANTS]:
         return fail(f"--only: got {unknown[0]!r}, must be one of {', '.join(VARIANTS)}")
     if asked.report:

@@ -11,23 +11,27 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-from flow_grpo.data.tiny_world import WorldSpec, write_tiny_world
 from tools.common import make_parser
+
+PARSER = make_parser(__doc__)
+PARSER.add_argument("--root", type=Path, required=True, help="folder to write; must not exist")
+PARSER.add_argument("--seed", type=int, default=1)
+PARSER.add_argument("--train-scenes", type=int, default=48)
+PARSER.add_argument("--val-scenes", type=int, default=16)
+PARSER.add_argument("--frames", type=int, default=5, help="4n+1")
+PARSER.add_argument("--height", type=int, default=24, help="pixels, a multiple of 8")
+PARSER.add_argument("--width", type=int, default=32, help="pixels, a multiple of 8")
+PARSER.add_argument("--translation", type=float, nargs=2, default=(0.35, 0.65), metavar=("LOW", "HIGH"))
+PARSER.add_argument("--rotation", type=float, nargs=2, default=(0.3, 1.0), metavar=("LOW", "HIGH"))
+PARSER.add_argument("--furnished", action="store_true", help="rooms and roles as in flow_grpo/data/tiny_world.py")
+if __name__ == "__main__":
+    PARSER.parse_args()  # now: what follows takes seconds to import
+
+from flow_grpo.data.tiny_world import WorldSpec, write_tiny_world
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--root", type=Path, required=True, help="folder to write; must not exist")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--train-scenes", type=int, default=48)
-    parser.add_argument("--val-scenes", type=int, default=16)
-    parser.add_argument("--frames", type=int, default=5, help="4n+1")
-    parser.add_argument("--height", type=int, default=24, help="pixels, a multiple of 8")
-    parser.add_argument("--width", type=int, default=32, help="pixels, a multiple of 8")
-    parser.add_argument("--translation", type=float, nargs=2, default=(0.35, 0.65), metavar=("LOW", "HIGH"))
-    parser.add_argument("--rotation", type=float, nargs=2, default=(0.3, 1.0), metavar=("LOW", "HIGH"))
-    parser.add_argument("--furnished", action="store_true", help="rooms and roles as in flow_grpo/data/tiny_world.py")
-    given = vars(parser.parse_args())
+    given = vars(PARSER.parse_args())
     root, scenes = given.pop("root"), {split: given.pop(f"{split}_scenes") for split in ("train", "val")}
     given |= {name: tuple(given[name]) for name in ("translation", "rotation")}
     spec = WorldSpec(scenes=scenes, **given)  # the other options have its names

@@ -27,14 +27,24 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
+from flow_grpo.run.at_once import answer_at_once
+from tools.common import make_parser, markdown_table
+
+PARSER = make_parser(__doc__, recipe=True)
+PARSER.add_argument("--groups", type=int, default=4, help="groups sampled on every rank, for each kind of noise")
+PARSER.add_argument("--tails", type=int, nargs="+", default=[], metavar="STEPS", help="tails to compare")
+words_of_against = "compare with so many second-order steps in place of all of the schedule; 32 are the ODE"
+PARSER.add_argument("--against", type=int, default=0, metavar="STEPS", help=words_of_against)
+PARSER.add_argument("--json", action="store_true", help="print one JSON object on the last line")
+if __name__ == "__main__":
+    answer_at_once(PARSER)  # now: what follows takes seconds to import
 
 import torch
 from torch import Tensor
 
-from flow_grpo.maths.certificate import certify
 from flow_grpo.judging.evaluate import held_out_indices
 from flow_grpo.judging.reward_signal import measure_signal, sample_group
+from flow_grpo.maths.certificate import certify
 from flow_grpo.maths.schedule import tail_levels
 from flow_grpo.preflight.doctor.epoch import log_ratio_of_one_update
 from flow_grpo.preflight.doctor.schedule import trained_steps
@@ -44,19 +54,12 @@ from flow_grpo.run.trainer import Trainer
 from flow_grpo.runtime.processes import start_program
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.start_up import refuse, set_up_rank
-from tools.common import make_parser, markdown_table
 
 NOISES = (0.03, 0.06, 0.1)  # of the controls: shares of the final latents' standard deviation
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__, recipe=True)
-    parser.add_argument("--groups", type=int, default=4, help="groups sampled on every rank, for each kind of noise")
-    parser.add_argument("--tails", type=int, nargs="+", default=[], metavar="STEPS", help="tails to compare")
-    words_of_against = "compare with so many second-order steps in place of all of the schedule; 32 are the ODE"
-    parser.add_argument("--against", type=int, default=0, metavar="STEPS", help=words_of_against)
-    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
-    asked, overrides = parser.parse_known_args(words)
+    asked, overrides = PARSER.parse_known_args(words)
     world = None
     try:
         fixed = ["--config.run_name=signal", "--config.trackers=()", "--config.resume="]

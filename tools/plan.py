@@ -25,30 +25,34 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
+from flow_grpo.cost import ASSUMED_RATE, CORES
+from flow_grpo.run.at_once import answer_at_once
+from tools.common import fail, make_parser
+
+PARSER = make_parser(__doc__)
+PARSER.add_argument("--config", metavar="FILE:RECIPE", help="its knobs may follow")
+PARSER.add_argument("--run", type=Path, metavar="FOLDER", help="of a run: its plan beside its metrics")
+PARSER.add_argument("--devices", type=int, default=8, help="ranks")
+PARSER.add_argument("--memory", default="64GiB", help="of one device, such as 64GiB")
+rate = f"what a device sustains, in 1e12 operations a second; {ASSUMED_RATE / 1e12:g} is 40 to 48 %% of an Ascend 910B"
+PARSER.add_argument("--tflops", type=float, default=ASSUMED_RATE / 1e12, help=rate)
+PARSER.add_argument("--cores", type=int, default=CORES, help="of the host for each device, which score videos")
+PARSER.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+if __name__ == "__main__":
+    answer_at_once(PARSER)  # now: what follows takes seconds to import
+
 from flow_grpo.cost.choose_recomputation import choose_recomputation
-from flow_grpo.cost.plan import ASSUMED_RATE, CORES, make_plan
+from flow_grpo.cost.plan import make_plan
 from flow_grpo.cost.savings import USABLE, report
 from flow_grpo.judging import power
 from flow_grpo.settings.checks import check_world
 from flow_grpo.settings.loading import ConfigError, load_config
 from flow_grpo.settings.schema import Config
-from tools.common import fail, make_parser
 from tools.run_folder import read_run
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("--config", metavar="FILE:RECIPE", help="its knobs may follow")
-    parser.add_argument("--run", type=Path, metavar="FOLDER", help="of a run: its plan beside its metrics")
-    parser.add_argument("--devices", type=int, default=8, help="ranks")
-    parser.add_argument("--memory", default="64GiB", help="of one device, such as 64GiB")
-    rate = (
-        f"what a device sustains, in 1e12 operations a second; {ASSUMED_RATE / 1e12:g} is 40 to 48 %% of an Ascend 910B"
-    )
-    parser.add_argument("--tflops", type=float, default=ASSUMED_RATE / 1e12, help=rate)
-    parser.add_argument("--cores", type=int, default=CORES, help="of the host for each device, which score videos")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    known, overrides = parser.parse_known_args(words)
+    known, overrides = PARSER.parse_known_args(words)
     try:
         limit, rate = _limits(known)
         if known.run is not None:

@@ -19,26 +19,30 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
+from flow_grpo.run.at_once import answer_at_once
+from tools.common import fail, make_parser
+
+PARSER = make_parser(__doc__, recipe=True)
+if __name__ == "__main__":
+    answer_at_once(PARSER)  # now: what follows takes seconds to import
 
 import torch
 
-from flow_grpo.runtime.ranks.start_up import raise_on_all_ranks, refuse, set_up_rank
-from flow_grpo.models.registry import video_model
-from flow_grpo.judging.evaluate import eval_guidance, training_guidance
-from flow_grpo.data.splits import whole_splits
-from flow_grpo.settings.loading import ConfigError, load_config
-from flow_grpo.settings.schema import Config
 from flow_grpo.data.dataset import ConditionDataset, VideoDataset
+from flow_grpo.data.splits import whole_splits
+from flow_grpo.judging.evaluate import eval_guidance, training_guidance
 from flow_grpo.models.encoders.codec import Codec, codec_settings
 from flow_grpo.models.encoders.encodings import Encodings
-from flow_grpo.models.wan_policy import check_folder, open_images
 from flow_grpo.models.encoders.texts import TextEncoder
+from flow_grpo.models.registry import video_model
+from flow_grpo.models.wan_policy import check_folder, open_images
 from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import World
+from flow_grpo.runtime.ranks.start_up import raise_on_all_ranks, refuse, set_up_rank
 from flow_grpo.runtime.tensor_store import TensorStore
-from tools.common import fail, make_parser
+from flow_grpo.settings.loading import ConfigError, load_config
+from flow_grpo.settings.schema import Config
 
 REPORT_S = 10.0  # seconds between progress lines
 WAIT_S = 7 * 24 * 3600.0  # how long a finished rank waits for the others
@@ -54,7 +58,7 @@ class Encoding:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    known, overrides = make_parser(__doc__, recipe=True).parse_known_args(words)
+    known, overrides = PARSER.parse_known_args(words)
     world = None
     try:
         config = load_config(known.config, overrides)

@@ -12,6 +12,7 @@ of order one and depend on cameras, prompt and source video; the tokenizer works
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import sys
@@ -21,34 +22,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-import flow_grpo.models  # noqa: F401, I001 - before torch and diffusers, which load accelerator plug-ins unguarded
+from tools.common import DTYPES, fail, make_parser
 
-import torch
-from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
-from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from torch import Tensor, nn
-from transformers import CLIPVisionConfig, CLIPVisionModel, PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
-from transformers.utils import logging as transformers_logging
-
-from flow_grpo.data.tiny_world import WorldSpec, render_views, make_scene
-from flow_grpo.maths.keys import generator
-from flow_grpo.models.registry import VIDEO_MODELS, video_model
-from flow_grpo.models.networks.transformers import is_camera_weight, stays_fp32
-from flow_grpo.models.video_model import WAN_1_3B
-from flow_grpo.runtime.atomic_file import atomic_path
-from flow_grpo.runtime.device import DTYPES
-from tools.common import fail, make_parser
-
-RECORD = "random_model.json"
-SPECIAL = ("<pad>", "</s>", "<unk>")
 # Both have 16 channels and compress 4x in time, 8x in space; diffusers' defaults are Wan 2.1's own configuration.
 CODECS: dict[str, dict[str, Any]] = {"wan": {}, "small": {"base_dim": 4, "num_res_blocks": 1}}
-BIAS_STD = 0.3  # of the camera modules
 IMAGE_HEADS = 4  # of the image encoder's attention
-GATE_STD = 0.3  # of scale_shift_table, which contains the gates of the residual branches
-PIXEL_STD = 0.5  # of decoded videos, which are clamped to [-1, 1]
-CLIPS = WorldSpec(seed=13, scenes={}, height=32, width=32)  # for measuring the codec's output statistics
+
+
+def _published(name: str) -> Any:
+    return dataclasses.field(default_factory=lambda: WAN_1_3B[name])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +38,11 @@ class Sizes:
     """Sizes of the networks, the command line's options."""
 
     kind: str = "recam"  # `model.kind` of the recipe
-    heads: int = WAN_1_3B["num_attention_heads"]  # of the transformer
-    head_dim: int = WAN_1_3B["attention_head_dim"]  # their width; the model width is heads * head_dim
-    layers: int = WAN_1_3B["num_layers"]
-    ffn: int = WAN_1_3B["ffn_dim"]  # hidden width of the feed-forward layers
-    text_dim: int = WAN_1_3B["text_dim"]  # width of the prompt embeddings
+    heads: int = _published("num_attention_heads")  # of the transformer
+    head_dim: int = _published("attention_head_dim")  # their width; the model width is heads * head_dim
+    layers: int = _published("num_layers")
+    ffn: int = _published("ffn_dim")  # hidden width of the feed-forward layers
+    text_dim: int = _published("text_dim")  # width of the prompt embeddings
     image_dim: int = 1280  # width of the image features, if the kind takes any
     dtype: str = "bf16"  # or fp32, of transformer and text encoder; codec and image encoder are fp32
     codec: str = "wan"  # a name in `CODECS`
@@ -81,14 +63,45 @@ class Sizes:
             raise ValueError(f"--image-dim: got {self.image_dim}, must be a multiple of {IMAGE_HEADS}")
 
 
+PARSER = make_parser(__doc__)
+PARSER.add_argument("--out", type=Path, required=True, help="folder to write; must not exist, or be empty")
+kinds = PARSER.add_argument("--kind", default=argparse.SUPPRESS, help="video model, as model.kind of a recipe")
+choices = {"dtype": DTYPES, "codec": sorted(CODECS)}
+for field in dataclasses.fields(Sizes)[1:]:
+    option, kind = f"--{field.name.replace('_', '-')}", int if field.type == "int" else str
+    PARSER.add_argument(option, type=kind, default=argparse.SUPPRESS, choices=choices.get(field.name))
+if __name__ == "__main__":
+    PARSER.parse_args()  # now: what follows takes seconds to import
+
+import flow_grpo.models  # noqa: F401, I001 - before torch and diffusers, which load accelerator plug-ins unguarded
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import Tensor, nn
+from transformers import CLIPVisionConfig, CLIPVisionModel, PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+from transformers.utils import logging as transformers_logging
+
+from flow_grpo.data.tiny_world import WorldSpec, render_views, make_scene
+from flow_grpo.maths.keys import generator
+from flow_grpo.models.registry import VIDEO_MODELS, video_model
+from flow_grpo.models.networks.transformers import is_camera_weight, stays_fp32
+from flow_grpo.models.video_model import WAN_1_3B
+from flow_grpo.runtime.atomic_file import atomic_path
+from flow_grpo.runtime import device
+
+kinds.choices = sorted(VIDEO_MODELS)  # not before they are imported
+RECORD = "random_model.json"
+SPECIAL = ("<pad>", "</s>", "<unk>")
+BIAS_STD = 0.3  # of the camera modules
+GATE_STD = 0.3  # of scale_shift_table, which contains the gates of the residual branches
+PIXEL_STD = 0.5  # of decoded videos, which are clamped to [-1, 1]
+CLIPS = WorldSpec(seed=13, scenes={}, height=32, width=32)  # for measuring the codec's output statistics
+
+
 def main(words: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist, or be empty")
-    choices = {"kind": sorted(VIDEO_MODELS), "dtype": sorted(DTYPES), "codec": sorted(CODECS)}
-    for field in dataclasses.fields(Sizes):
-        option, kind = f"--{field.name.replace('_', '-')}", type(field.default)
-        parser.add_argument(option, type=kind, default=field.default, choices=choices.get(field.name))
-    given = vars(parser.parse_args(words))
+    given = vars(PARSER.parse_args(words))
     out: Path = given.pop("out")
     try:
         sizes = Sizes(**given)
@@ -167,7 +180,7 @@ def build_transformer(sizes: Sizes) -> WanTransformer3DModel:
         nn.init.normal_(block.scale_shift_table, std=GATE_STD)
     for name, parameter in transformer.named_parameters():
         if not stays_fp32(name):
-            parameter.data = parameter.data.to(DTYPES[sizes.dtype])
+            parameter.data = parameter.data.to(device.DTYPES[sizes.dtype])
     return transformer.eval()
 
 
@@ -224,7 +237,7 @@ def build_text_encoder(sizes: Sizes, vocabulary: int) -> UMT5EncoderModel:
     )
     encoder = UMT5EncoderModel(config)
     for parameter in encoder.parameters():
-        parameter.data = parameter.data.to(DTYPES[sizes.dtype])
+        parameter.data = parameter.data.to(device.DTYPES[sizes.dtype])
     return encoder.eval()  # type: ignore[no-any-return, no-untyped-call]
 
 

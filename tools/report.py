@@ -20,24 +20,27 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-import flow_grpo  # noqa: F401, I001 - before torch, which otherwise loads any accelerator plug-in, unguarded
+from flow_grpo.run.at_once import answer_at_once
+from tools.common import fail, make_parser
+
+PARSER = make_parser(__doc__)
+PARSER.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folders of runs")
+PARSER.add_argument("--config", metavar="FILE:RECIPE", help="in place of RUN, with the overrides of that command")
+PARSER.add_argument("--out", type=Path, metavar="FILE", help="the page, by default in the first run's folder")
+PARSER.add_argument("--acceptance", action="store_true", help="print one row a run instead of writing a page")
+PARSER.add_argument("--json", action="store_true", help="with --acceptance: as JSON")
+if __name__ == "__main__":
+    answer_at_once(PARSER)  # now: what follows takes seconds to import
 
 from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.settings.loading import load_config
-from tools.common import fail, make_parser
 from tools.run_folder import STARTS, Start, read_as, read_run
 from tools.run_report import acceptance
 from tools.run_report.page import render
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folders of runs")
-    parser.add_argument("--config", metavar="FILE:RECIPE", help="in place of RUN, with the overrides of that command")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the page, by default in the first run's folder")
-    parser.add_argument("--acceptance", action="store_true", help="print one row a run instead of writing a page")
-    parser.add_argument("--json", action="store_true", help="with --acceptance: as JSON")
-    asked, overrides = parser.parse_known_args(words)
+    asked, overrides = PARSER.parse_known_args(words)
     try:
         if bool(asked.runs) == bool(asked.config) or (overrides and not asked.config):
             got = " ".join(overrides) or "neither RUN nor --config" * (not asked.runs) or "RUN and --config"

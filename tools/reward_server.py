@@ -19,41 +19,42 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-from flow_grpo.rewards.base import REWARDS, build_reward
+from flow_grpo.rewards import REWARDS
+from tools.common import make_parser
+from tools.serving.names import PUBLISHED
+
+PARSER = make_parser(__doc__)
+add = PARSER.add_argument
+what = f"what to host: FILE.py:NAME of your own, which is served as NAME, or one of {', '.join([*REWARDS, *PUBLISHED])}"
+add("--reward", required=True, metavar="NAME", help=what)
+add("--host", default="127.0.0.1", help="one that other machines reach needs a token (%(default)s)")
+add("--port", type=int, default=8000, help="0 takes a free one (%(default)s)")
+add("--token-env", default="", metavar="NAME", help="environment variable that holds the token (no token)")
+add("--max-mb", type=int, default=2048, help="largest request in MiB (%(default)s)")
+add(
+    "--timeout",
+    type=float,
+    default=120.0,
+    help="seconds for a request to arrive, and to wait for its turn (%(default)g); scoring has no limit here, a "
+    "trainer waits for reward.remote_timeout",
+)
+add("--data-root", default=".", help="dataset folder, for rewards that read scene files (%(default)s)")
+add("--weights", type=Path, help="of an adapter: folder or file, see docs/remote_rewards.md")
+add("--code", type=Path, help="of an adapter without a package: the clone of its repository")
+add("--device", default="auto", help="of an adapter (%(default)s); local rewards run on the CPU")
+add("--frames", type=int, default=5, help="per video, for models that score pictures (%(default)s)")
+parse = PARSER.parse_args
+if __name__ == "__main__":
+    parse()  # now: what follows takes seconds to import
+
+from flow_grpo.rewards.base import build_reward
 from flow_grpo.runtime import device
 from flow_grpo.settings.own_code import is_own
-from tools.common import make_parser
 from tools.serving.adapters import ADAPTERS, AdapterSettings, refuse_downloads
 from tools.serving.scoring_service import LocalScorer, Scorer, ScoringService
 
 if TYPE_CHECKING:
     from tools.serving.http_server import RewardServer
-
-
-def parse(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = make_parser(__doc__)
-    add = parser.add_argument
-    what = (
-        f"what to host: FILE.py:NAME of your own, which is served as NAME, or one of {', '.join([*REWARDS, *ADAPTERS])}"
-    )
-    add("--reward", required=True, metavar="NAME", help=what)
-    add("--host", default="127.0.0.1", help="one that other machines reach needs a token (%(default)s)")
-    add("--port", type=int, default=8000, help="0 takes a free one (%(default)s)")
-    add("--token-env", default="", metavar="NAME", help="environment variable that holds the token (no token)")
-    add("--max-mb", type=int, default=2048, help="largest request in MiB (%(default)s)")
-    add(
-        "--timeout",
-        type=float,
-        default=120.0,
-        help="seconds for a request to arrive, and to wait for its turn (%(default)g); scoring has no limit here, a "
-        "trainer waits for reward.remote_timeout",
-    )
-    add("--data-root", default=".", help="dataset folder, for rewards that read scene files (%(default)s)")
-    add("--weights", type=Path, help="of an adapter: folder or file, see docs/remote_rewards.md")
-    add("--code", type=Path, help="of an adapter without a package: the clone of its repository")
-    add("--device", default="auto", help="of an adapter (%(default)s); local rewards run on the CPU")
-    add("--frames", type=int, default=5, help="per video, for models that score pictures (%(default)s)")
-    return parser.parse_args(words)
 
 
 def build(args: argparse.Namespace) -> RewardServer:

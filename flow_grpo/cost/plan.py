@@ -16,6 +16,7 @@ from typing import Any
 
 from safetensors import safe_open
 
+from flow_grpo.cost import CORES
 from flow_grpo.cost.codec_cost import codec_cost, decoding_peak, rate_beside_transformer, settings_of
 from flow_grpo.cost.footprint import Footprint, Latents, footprint
 from flow_grpo.cost.reward_seconds import reward_seconds
@@ -33,10 +34,7 @@ from flow_grpo.settings.values import parse_bucket
 TEXT_ENCODER_PARAMETERS, CODEC_PARAMETERS, DECODER_PARAMETERS = 5_680_910_336, 126_892_531, 73_295_603
 IMAGE_ENCODER_PARAMETERS = 630_766_080  # CLIP ViT-H/14's vision tower, of models that have one
 GIB = 2**30
-# Where nothing is measured: 48 % of the 313 TFLOP/s in bf16 of an Ascend 910B, 40 % of the 376 of the fastest one.
-ASSUMED_RATE = 150e12
 LINK = 25e9  # bytes a second that a rank sends: a port of 200 Gbit/s
-CORES = 8  # of the host, for each rank
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeAlias
 
+from flow_grpo.cost import ASSUMED_RATE, CORES
 from flow_grpo.cost.codec_cost import rate_beside_transformer
-from flow_grpo.cost.plan import ASSUMED_RATE, CORES, LINK, Plan, evaluations, largest_size, make_plan
+from flow_grpo.cost.plan import LINK, Plan, evaluations, largest_size, make_plan
 from flow_grpo.cost.reward_seconds import READ, VIDEO
 from flow_grpo.settings.checks import check, check_world
 from flow_grpo.settings.errors import ConfigError

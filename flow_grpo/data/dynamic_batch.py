@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler, get_worker_info
 
+from flow_grpo.data import STRATEGIES
 from flow_grpo.data.k_repeat_sampler import AlreadySharded
 from flow_grpo.maths.keys import generator, key
 
 OVERSIZE = {"raise": "refused", "single": "a batch of its own", "drop": "left out"}
-STRATEGIES = ("drop_largest", "drop_last")
 WORKER_SLOTS = 1024
 
 _log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
-"""The interface of rewards, the list of all rewards, and `RewardSet`, which runs several.
+"""The interface of rewards, and `RewardSet`, which runs several.
 
-A new reward is one file with a class like `Reward`, and one line in `REWARDS`; or, outside of this package, a function
-or class that a run names by its place, see `rewards/own.py`.
+A new reward is one file with a class like `Reward`, and one line in `REWARDS` of `rewards/__init__.py`; or, outside of
+this package, a function or class that a run names by its place, see `rewards/own.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.records import Condition, RewardResult
+from flow_grpo.rewards import REWARDS
 from flow_grpo.rewards.own import KNOB, build_own, find_own
 from flow_grpo.rewards.process_pool import Outcome
 from flow_grpo.rewards.remote.reward import RemoteReward, RetryPolicy
@@ -49,25 +50,6 @@ class Reward(Protocol):
         ...
 
 
-# Name in `reward.weights` -> module below flow_grpo.rewards and class, imported when the reward is built.
-REWARDS: Mapping[str, str] = {
-    "target_view": "target_view:TargetView",
-    "target_psnr": "target_view:TargetPsnr",
-    "source_match": "source_match:SourceMatch",
-    "source_texture": "source_match:SourceTexture",
-    "motion_mag": "motion_mag:MotionMag",
-    "sharpness": "sharpness:Sharpness",
-    "pose_rot": "camera.pose:PoseRot",
-    "pose_trans": "camera.pose:PoseTrans",
-    "view_disp": "camera.view_disp:ViewDisp",
-    "smooth": "camera.smooth:Smooth",
-    "exposure": "exposure:Exposure",
-    "room_pose": "room.room_pose:RoomPose",
-    "room_tracks": "room.room_tracks:RoomTracks",
-    "room_rot": "room.room_path:RoomRot",
-    "room_trans": "room.room_path:RoomTrans",
-    "room_content": "room.room_path:RoomContent",
-}
 # File in a scene's folder that a reward reads in addition to the videos; such a class is built with the data folder.
 SCENE_FILES: Mapping[str, str] = dict.fromkeys((name for name in REWARDS if name.startswith("room_")), ROOM_FILE)
 

@@ -11,7 +11,6 @@ import dataclasses
 import faulthandler
 import logging
 import multiprocessing
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -116,11 +115,6 @@ class CallPool:
             if waiting:
                 done, spent = len(futures) - len(waiting), time.monotonic() - start
                 logger.info("%s: %d of %d after %.0f s", what, done, len(futures), spent)
-
-
-def usable_cores() -> int:
-    """Return how many cores this process may use: in a container or a batch job often fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _prepare_worker() -> None:

@@ -76,6 +76,11 @@ def say_last(cause: str) -> None:
         write_atomically(Path(report), json.dumps({"message": about}))
 
 
+def usable_cores() -> int:
+    """Return how many cores this process may use: in a container or a batch job often fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def live_as_long_as_the_parent() -> None:
     """Call in a worker process: leave the parent's process group, and exit when the parent exits.
 

@@ -337,7 +337,7 @@ def test_the_run_is_its_epochs_and_evaluations_with_their_rewards(capsys):
 )
 def test_evaluations_take_a_quarter_of_a_run_at_most_and_the_fixed_conditions_3_percent(recipe, devices):
     config = load_config(f"{ROOT}/config/grpo.py:{recipe}", [])
-    found = planning.make_plan(config, devices, planning.ASSUMED_RATE)
+    found = planning.make_plan(config, devices, savings.ASSUMED_RATE)
     assert found.evaluation_share <= 0.25
     fixed = planning.evaluations(config) * config.eval.fixed_conditions * sample_steps(config)
     assert fixed / (config.num_epochs * found.samples_per_epoch * found.forward_equivalents_per_sample) <= 0.04

@@ -21,6 +21,7 @@ FOR_USERS = [
     *("export_adapter", "finetune_recam", "generate", "learning_study", "make_dashboard", "make_tiny_world"),
     *("measure_signal", "plan", "precompute", "random_model", "report", "reward_server", "watch"),
 ]
+WITH_KNOBS = ["check_sources", "doctor", "evaluate", "finetune_recam", "measure_signal", "plan", "precompute", "report"]
 PROGRAM_OF_ANOTHER = "dev/soak_rank"  # torchrun starts it for tools/dev/soak.py
 
 
@@ -34,9 +35,20 @@ def test_a_command_has_an_example_in_its_help(name):
     assert f"python tools/{name}.py" in (module.__doc__ or "") or f" tools/{name}.py " in (module.__doc__ or "")
 
 
-@pytest.mark.parametrize("name", ["export_adapter", "dev/soak", "generate"])  # without and with processes of their own
-def test_a_command_runs_from_any_directory(tmp_path, name):
+def without_torch(folder: Path, name: str, *words: str) -> subprocess.CompletedProcess[str]:
+    run = "import runpy, sys; sys.modules['torch'] = None; del sys.argv[0]; runpy.run_path(sys.argv[0], {}, '__main__')"
     bare = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = [sys.executable, str(ROOT / "tools" / f"{name}.py"), "--help"]
-    done = subprocess.run(command, cwd=tmp_path, env=bare, capture_output=True, text=True, check=True)
-    assert f"tools/{name}.py" in done.stdout
+    command = [sys.executable, "-c", run, f"{ROOT}/tools/{name}.py", *words]
+    return subprocess.run(command, cwd=folder, env=bare, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", FOR_USERS)
+def test_a_command_shows_its_help_from_any_directory_before_it_imports_torch(tmp_path, name):
+    done = without_torch(tmp_path, name, "--help")
+    assert done.returncode == 0 and "usage: " in done.stdout and f"tools/{name}.py" in done.stdout
+
+
+@pytest.mark.parametrize("name", WITH_KNOBS)
+def test_a_command_refuses_a_misspelt_knob_before_it_imports_torch(tmp_path, name):
+    done = without_torch(tmp_path, name, f"--config={ROOT}/config/grpo.py:tiny_recam", "--config.sample.kk", "--out=x")
+    assert done.returncode == 2 and "no such knob" in done.stderr

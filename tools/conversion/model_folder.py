@@ -17,10 +17,10 @@ from torch import Tensor
 from flow_grpo.models.files import convert, model_files
 from flow_grpo.runtime.atomic_file import atomic_path
 from flow_grpo.runtime.checkpoints.state_files import fsync
+from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.json_files import read_json_object
 from tools.common import fail
 
-DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 WAY_OUT = "give a complete model folder, or download it again"
 OWN_FOLDER = "give a folder that this tool or a training run wrote"
 WEIGHTS = Path("transformer", model_files.WEIGHTS_FILE)
@@ -30,14 +30,6 @@ INDEX = {
     "tokenizer": ["transformers", "T5TokenizerFast"],
     "vae": ["diffusers", "AutoencoderKLWan"],
 }
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--back", type=Path, metavar="FOLDER", help="convert back: a model folder, or its transformer folder")
-    add("--out", type=Path, required=True, help="folder to write, or with --back a .safetensors file; must not exist")
-    add("--dtype", choices=DTYPES, default="keep", help="of the written weights (default: unchanged)")
-    add("--link", action="store_true", help="symlink the other components instead of copying")
 
 
 def convert_checkpoint(
@@ -95,7 +87,7 @@ def write_folder(
     Of `model` configuration and class are taken. `index` is what model_index.json says if --wan has none. Returns the
     lines to print, see `_report`.
     """
-    dtypes = convert.target_dtypes(state, DTYPES[args.dtype])
+    dtypes = convert.target_dtypes(state, DTYPES.get(args.dtype))
     with atomic_path(args.out) as partial:
         (partial / "transformer").mkdir(parents=True)
         model.save_config(partial / "transformer")
@@ -144,7 +136,7 @@ def write_published(
     args: argparse.Namespace, state: Mapping[str, Tensor], special: str, is_special: Callable[[str], bool]
 ) -> list[str]:
     """Write tensors under their published names to the file --out; return the lines to print, see `_report`."""
-    dtypes = convert.target_dtypes(state, DTYPES[args.dtype], keep_fp32=False)  # one dtype throughout, as published
+    dtypes = convert.target_dtypes(state, DTYPES.get(args.dtype), keep_fp32=False)  # one dtype throughout, as published
     with atomic_path(args.out) as partial:
         write_safetensors(partial, state, dtypes)
     fsync(args.out.absolute().parent)

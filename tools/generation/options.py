@@ -10,12 +10,7 @@ from typing import Any, NoReturn
 
 from config.base import get_config
 from config.grpo import WAN_NEGATIVE_PROMPT
-from flow_grpo.cost.plan import largest_size
-from flow_grpo.judging.evaluate import eval_guidance
-from flow_grpo.models.encoders.codec import codec_settings
-from flow_grpo.models.registry import video_model
-from flow_grpo.run import starts
-from flow_grpo.runtime.device import DTYPES
+from tools.common import DTYPES
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,7 +22,7 @@ class Parser(argparse.ArgumentParser):
 
 def parse(words: Sequence[str] | None, doc: str | None) -> argparse.Namespace:
     """Return the options; with --run, those that are not given are the run's. ValueError for unusable ones."""
-    parser = _parser(doc)
+    parser = command_line(doc)
     args = parser.parse_args(words)
     if args.run is not None:
         parser.set_defaults(**of_run(args.run))
@@ -41,6 +36,8 @@ def parse(words: Sequence[str] | None, doc: str | None) -> argparse.Namespace:
 
 
 def _check_subject(args: argparse.Namespace) -> None:
+    from flow_grpo.models.registry import video_model  # here and below: help needs no torch
+
     needs = video_model(args.kind).needs
     wanted, others = ["source", "camera"], ["prompts"]
     if "source_video" not in needs:
@@ -56,6 +53,11 @@ def _check_subject(args: argparse.Namespace) -> None:
 
 def of_run(folder: Path) -> dict[str, Any]:
     """Return option -> what the evaluations of a run used, and the run's adapter."""
+    from flow_grpo.cost.plan import largest_size
+    from flow_grpo.judging.evaluate import eval_guidance
+    from flow_grpo.models.encoders.codec import codec_settings
+    from flow_grpo.run import starts
+
     config = starts.configuration_of(folder)
     guidance = eval_guidance(config)
     frames, height, width = largest_size(config)
@@ -83,7 +85,7 @@ def of_run(folder: Path) -> dict[str, Any]:
     }
 
 
-def _parser(doc: str | None) -> Parser:
+def command_line(doc: str | None) -> Parser:
     defaults = get_config()
     parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -128,5 +130,5 @@ def _parser(doc: str | None) -> Parser:
     add("--tiling", nargs="?", const="diffusers", choices=("diffusers", "recammaster", "off"), help=tiles)
     rounded = "round timesteps to bf16, as ReCamMaster's own code does"
     add("--round-timestep", action=BooleanOptionalAction, default=False, help=rounded)
-    add("--dtype", choices=sorted(DTYPES), default="bf16", help="compute dtype of the transformer")
+    add("--dtype", choices=DTYPES, default="bf16", help="compute dtype of the transformer")
     return parser

@@ -26,6 +26,7 @@ from flow_grpo.rewards.camera.pose import compare, rotation_value, translation_v
 from flow_grpo.rewards.remote.protocol import to_pixels
 from flow_grpo.rewards.results import all_valid
 from flow_grpo.runtime.video_file import write_video
+from tools.serving.names import PUBLISHED
 from tools.serving.scoring_service import checksum
 
 
@@ -201,13 +202,7 @@ def pose_scores(commanded: Tensor, estimated: Tensor) -> dict[str, float]:
     return {"mapanything_rot": rotation_value(errors), "mapanything_trans": translation_value(errors)}
 
 
-ADAPTERS: Mapping[str, type[Adapter]] = {
-    "videoalign": VideoAlign,
-    "hpsv3": Hpsv3,
-    "clip": ClipScore,
-    "pickscore": PickScore,
-    "mapanything": MapAnythingPoses,
-}
+ADAPTERS: Mapping[str, type[Adapter]] = {name: globals()[kind] for name, kind in PUBLISHED.items()}
 
 
 def refuse_downloads() -> None:

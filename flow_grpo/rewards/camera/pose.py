@@ -30,9 +30,10 @@ from flow_grpo.rewards.camera.anchors import PosedFrames, Source, make_source
 from flow_grpo.rewards.camera.pnp import camera_matrix, locate_video
 from flow_grpo.rewards.camera.unposed import make_unposed_source
 from flow_grpo.rewards.frames import frame_numbers, frame_weights, grey_frames
-from flow_grpo.rewards.process_pool import CallPool, Outcome, usable_cores
+from flow_grpo.rewards.process_pool import CallPool, Outcome
 from flow_grpo.rewards.results import from_outcomes
 from flow_grpo.runtime.lru import LruCache
+from flow_grpo.runtime.processes import usable_cores
 
 ROT_CAP_DEG = 45.0
 LEAST_REACH_M = 0.3
