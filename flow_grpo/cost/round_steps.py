@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.runtime.ranks.exchange import dealt
-from flow_grpo.settings.objectives import traits_of, window_length
+from flow_grpo.settings.objectives import window_length
 from flow_grpo.settings.sampling import sampling_of
 from flow_grpo.settings.schema import Config
 
@@ -15,10 +15,8 @@ CYCLES = 4  # of the windows, over which the steps of the slowest rank are avera
 
 
 def steps_after(config: Config, window: Sequence[int]) -> int:
-    """Return the steps of a sample behind the first of its window, those that its command answers too included."""
-    sample = config.sample
-    again = len(window) if any(sample.command_spread) and traits_of(config).replays_steps else 0
-    return len(window) - 1 + again + (sample.tail_steps or sample.num_steps - 1 - window[-1])
+    """Return the steps of a sample behind the first of its window."""
+    return len(window) - 1 + (config.sample.tail_steps or config.sample.num_steps - 1 - window[-1])
 
 
 def sample_steps(config: Config) -> float:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.rollout.denoise import tail
-from flow_grpo.algorithm.rollout.explore import asked
 from flow_grpo.algorithm.rollout.scoring import decode, share_results
 from flow_grpo.maths.certificate import FEW_GROUPS, LEAST_CORRELATION, Certificate, certify
 from flow_grpo.maths.keys import key
@@ -125,8 +124,7 @@ def finish_by_all_steps(collector: Collector, batch: ScoredBatch, device: torch.
         own = own.to(device)
         recorded = own.trajectory
         starts = recorded.steps[:, -1] + 1
-        given = asked(policy, conditions, own.conditioning, sampling)
-        latents = tail(policy, recorded.states[:, -1], given, starts, exact)
+        latents = tail(policy, recorded.states[:, -1], own.conditioning, starts, exact)
         dealt = world.dealt_rows(0, len(conditions))
         mine = conditions[dealt]
         scored = collector.rewards(decode(policy, mine, latents[dealt]), mine) if mine else {}

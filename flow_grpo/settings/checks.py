@@ -75,9 +75,6 @@ RULES: tuple[Rule, ...] = (
      "pass --config.sample.share_prefix=false"),
     ("sample.share_prefix", lambda c: c.sample.share_prefix and not c.sample.same_initial_noise,
      "needs copies that share their initial noise", "pass --config.sample.same_initial_noise=true"),
-    ("sample.share_prefix", lambda c: c.sample.share_prefix and any(c.sample.command_spread),
-     "needs copies that are sampled for one camera path, and sample.command_spread={sample.command_spread} gives each "
-     "its own", "pass --config.sample.share_prefix=false"),
     ("reward.flat_eps", lambda c: c.reward.gates and c.reward.flat_eps == 0,
      "must be above 0 with reward.gates: copies that fail are put below the others by twice it or twice the "
      "reward's own noise floor, which may be 0", "leave it as it was"),

@@ -113,9 +113,8 @@ def _forward_forwards(config: Config) -> int:
 
 def _forward_forbids(config: Config) -> None:
     train, sample = config.train, config.sample
-    if sample.sde == "ode" and sample.same_initial_noise and not any(sample.command_spread):
-        text = "makes the copies of a group equal with sample.sde='ode'; pass --config.sample.same_initial_noise=false "
-        text += "or --config.sample.command_spread=0.1:2"
+    if sample.sde == "ode" and sample.same_initial_noise:
+        text = "makes the copies of a group equal with sample.sde='ode'; pass --config.sample.same_initial_noise=false"
         raise refusal("sample.same_initial_noise", True, text)
     if train.trust_coef > 0 and train.ema_decay == 0:
         text = "needs averaged weights; pass --config.train.ema_decay=0.9, or --config.train.trust_coef=0"

@@ -70,7 +70,7 @@ def _default(knob: Knob) -> str:
     if isinstance(knob.default, dict):
         return ",".join(f"{name}={value:g}" for name, value in knob.default.items())
     if isinstance(knob.default, tuple):
-        return ("," if notation(knob.kind).endswith("...") else ":").join(map(str, knob.default))
+        return ",".join(map(str, knob.default))
     return knob.default if isinstance(knob.default, str) else json.dumps(knob.default).replace("null", "none")
 
 

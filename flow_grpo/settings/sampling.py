@@ -41,7 +41,6 @@ class Sampling:
     # Calls of the network that every batch makes in its prefix and in its tail, whatever its windows, for a sharded
     # network that all ranks must call equally often; None makes as many as are needed.
     calls: tuple[int, int] | None = None
-    command_spread: tuple[float, float] = (0.0, 0.0)  # metres and degrees, see `sample.command_spread`
     window_groups: int = 1  # neighbouring groups with the same window
 
     def window_of(self, gid: int) -> tuple[int, ...]:
@@ -70,7 +69,6 @@ def sampling_of(config: Config) -> Sampling:
         sde=SdeSettings(sample.sde, sample.noise_level, sample.max_step_std),
         seed=config.seed,
         same_initial_noise=sample.same_initial_noise,
-        command_spread=sample.command_spread,
         blocks=blocks,
         window_groups=sample.window_groups,
         tails=tail_levels(sigmas, sample.tail_steps) if sample.tail_steps else None,

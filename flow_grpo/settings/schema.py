@@ -32,7 +32,6 @@ from flow_grpo.settings.values import (
     Schedule,
     ServerName,
     Split,
-    Spread,
     Steps,
     Text,
     Trackers,
@@ -196,11 +195,6 @@ class SampleConfig(Section):
         False, "keep trajectories in CPU memory; dynamic sampling always does, train.copies without share_prefix"
     )
     same_initial_noise: Bool = knob(False, "the copies of a group share their initial noise; step noise differs")
-    command_spread: Spread = knob(
-        (0.0, 0.0),
-        "each copy is sampled for a camera path of its own, which drifts from the commanded one by so many metres and "
-        "degrees at the last frame (standard deviations an axis), and scored and learned from under the command",
-    )
     share_prefix: Bool = knob(
         False,
         "compute the steps before a group's window and its first stochastic step once for all copies, in rollout and "

@@ -152,10 +152,6 @@ Trackers = Annotated[
     _must(lambda names: len(set(names)) == len(names), "must name each tracker once; drop the repetition"),
 ]
 Steps = Annotated[tuple[Int, ...], _must(_is_rising, "must be at least one step, each once, in rising order")]
-Spread = Annotated[
-    tuple[Float, Float],
-    _must(lambda pair: all(0 <= value <= MOST for value in pair), "must be two numbers, at least 0"),
-]
 Weight = Annotated[
     Float,
     _must(

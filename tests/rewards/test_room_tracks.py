@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flow_grpo.algorithm.rollout.explore import drifting
 from flow_grpo.data.rooms import LABELLED, UNLABELLED
 from flow_grpo.data.tiny_world import FURNISHED, make_scene, render_views
 from flow_grpo.maths.pictures import blur
-from flow_grpo.maths.poses import relative, rot_err, trans_err
+from flow_grpo.maths.poses import pose, relative, rot_err, rotation_matrix, trans_err
 from flow_grpo.records import Condition
 from flow_grpo.rewards.room.room_tracks import RoomTracks
 
@@ -39,6 +38,12 @@ def asked_for(conditions: list[Condition], paths: Tensor) -> list[Condition]:
     return [dataclasses.replace(c, target_poses=path) for c, path in zip(conditions, paths, strict=True)]
 
 
+def straying(path: Tensor, move: Tensor, turn: Tensor) -> Tensor:
+    """Return a path (T, 4, 4) that moves and turns (radians) by so much more until its last frame."""
+    progress = torch.linspace(0, 1, len(path), dtype=path.dtype)[:, None]
+    return pose(path[:, :3, :3] @ rotation_matrix(progress * turn), path[:, :3, 3] + progress * move)
+
+
 def test_cameras_are_followed_to_centimetres_whatever_the_command(world):
     films, conditions, judge = world
     found = judge.locate(films, asked_for(conditions, torch.eye(4).double().expand(len(films), 9, 4, 4)))
@@ -58,7 +63,7 @@ def test_errors_found_are_the_true_errors_of_cameras_that_stray(world):
     share = torch.linspace(0, 1, len(films), dtype=torch.float64)[torch.randperm(len(films), generator=draw)]
     way = torch.nn.functional.normalize(torch.randn(2, len(films), 3, generator=draw, dtype=torch.float64), dim=-1)
     paths = [
-        drifting(c.need_poses(), s * m, (10 * s * t).deg2rad())
+        straying(c.need_poses(), s * m, (10 * s * t).deg2rad())
         for c, s, m, t in zip(conditions, share, *way, strict=True)
     ]
     true = torch.stack([c.need_poses() for c in conditions])

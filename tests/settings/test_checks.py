@@ -46,8 +46,6 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         ("sample.sde_steps=0,1,3,4 sample.sde_window=0", ["sample.sde_window: got 0", "gap", "sde_window=1"]),
         ("sample.share_prefix=true", ["sample.share_prefix: got True", "same_initial_noise=true"]),
         ("sample.sde=ode", ["sample.sde: got 'ode'", "objective=forward"]),
-        ("sample.command_spread=-0.1:2", ["sample.command_spread: got (-0.1, 2.0)", "at least 0"]),
-        (f"{NOISE} {SHARE} sample.command_spread=0.1:2", ["share_prefix: got True", "one camera path", "=false"]),
         (f"{FORWARD} sample.sde=ode {SHARE}", ["share_prefix: got True", "needs stochastic steps", "=false"]),
         ("train.objective=forward sample.sde=ode sample.same_initial_noise=true", ["same_initial_noise: got True"]),
         ("train.objective=forward train.ema_decay=0", ["train.trust_coef: got 0.1", "ema_decay=0.9"]),

@@ -155,7 +155,7 @@ def test_an_override_that_cannot_be_read_is_refused_with_the_way_to_write_it(wor
         ("config.sample.k = 'many'", ["fails", "k"]),
         ("config.unlock(); config.extra = 3", ["config.extra: no such knob"]),
         ("config.unlock(); del config.seed", ["config.seed: missing", "get_config()"]),
-        ("config.unlock(); del config.sample", ["config.sample.command_spread: missing", "get_config()"]),
+        ("config.unlock(); del config.sample", ["config.sample.guidance_scale: missing", "get_config()"]),
         ("config.sample = None", ["config.sample"]),
         ("with config.ignore_type(): config.sample = 3", ["config.sample"]),
         ("config.reward.weights.source_match = 10**400", ["fails in line 5: OverflowError: ", "; correct it"]),

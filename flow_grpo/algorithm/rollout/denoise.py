@@ -15,7 +15,6 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from flow_grpo.algorithm.rollout.explore import asked, deviation
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.multistep import second_order_step
 from flow_grpo.maths.sde import Transition, log_prob, sample, transition
@@ -87,27 +86,22 @@ def rollout(
     initial = torch.stack([initial_noise(condition, shape, sampling) for condition in conditions])
     noise = step_noise(conditions, shape, columns, sampling)
     velocity = None
-    given = asked(policy, conditions, conditioning, sampling)
     if shared is None:
-        latents = prefix(policy, initial.to(device, non_blocking=True), given, steps, sampling)
+        latents = prefix(policy, initial.to(device, non_blocking=True), conditioning, steps, sampling)
     else:
         latents, velocity = shared.to(device, non_blocking=True).unbind(dim=1)
     states, log_probs = [latents], []
     for column in range(columns):
-        gaussian = step_transition(policy, latents, given, steps[:, column], sampling, velocity=velocity)
+        gaussian = step_transition(policy, latents, conditioning, steps[:, column], sampling, velocity=velocity)
         velocity = None
         drawn = sample(gaussian, noise[:, column].to(device, non_blocking=True))
         if sampling.record:
-            if given is not conditioning:  # what is recorded, and trained, is the answer to the command
-                gaussian = step_transition(policy, latents, conditioning, steps[:, column], sampling)
             states.append(drawn)
             log_probs.append(log_prob(drawn, gaussian))
         latents = drawn
     if columns:
-        latents = tail(policy, latents, given, steps[:, -1] + 1, sampling)
+        latents = tail(policy, latents, conditioning, steps[:, -1] + 1, sampling)
     own = noise if columns else initial
-    if any(sampling.command_spread) and not columns:  # nothing else tells copies apart that share their initial noise
-        own = torch.stack([deviation(condition, sampling) for condition in conditions])
     return Samples(
         keys=torch.tensor([[c.gid, c.slot, c.index] for c in conditions], dtype=torch.int64),
         noise_ids=torch.tensor([[_hash(a), _hash(b)] for a, b in zip(initial, own, strict=True)]),

@@ -230,7 +230,7 @@ def _grad_mode(objective: GrpoObjective, rows: int, gradients: bool | None = Non
 def layer_differing_from_rollout(trainer: Trainer, objective: GrpoObjective, probe: Samples) -> str:
     """Return the first layer whose output differs between rollout and replay of the first stochastic step."""
     policy, conditions = trainer.updater.policy, planned_conditions(trainer)
-    settings = dataclasses.replace(_truncated_rollout(trainer), command_spread=(0.0, 0.0))  # calls that replays repeat
+    settings = _truncated_rollout(trainer)
     windows = trainer.collector.sampling.windows(condition.gid for condition in conditions)
     network = unwrap(policy.module)
     with recorded_layers(network) as rollout_calls:
