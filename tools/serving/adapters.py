@@ -202,7 +202,9 @@ def pose_scores(commanded: Tensor, estimated: Tensor) -> dict[str, float]:
     return {"mapanything_rot": rotation_value(errors), "mapanything_trans": translation_value(errors)}
 
 
-ADAPTERS: Mapping[str, type[Adapter]] = {name: globals()[kind] for name, kind in PUBLISHED.items()}
+ADAPTERS: Mapping[str, type[Adapter]] = dict(
+    zip(PUBLISHED, (VideoAlign, Hpsv3, ClipScore, PickScore, MapAnythingPoses), strict=True)
+)
 
 
 def refuse_downloads() -> None:

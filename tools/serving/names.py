@@ -1,9 +1,3 @@
-"""Published reward models: name of `--reward` -> class in adapters.py; apart from those, since help needs no torch."""
+"""Published reward models by the name of `--reward`; apart from adapters.py, since help needs no torch."""
 
-PUBLISHED = {
-    "videoalign": "VideoAlign",
-    "hpsv3": "Hpsv3",
-    "clip": "ClipScore",
-    "pickscore": "PickScore",
-    "mapanything": "MapAnythingPoses",
-}
+PUBLISHED = ("videoalign", "hpsv3", "clip", "pickscore", "mapanything")
