@@ -47,7 +47,8 @@ def test_training_spawns_without_its_program(monkeypatch):
 ENDING = """
 import atexit, gc, runpy, sys
 atexit.register(lambda: print(gc.isenabled(), gc.get_freeze_count() > 500_000, gc.get_stats()[2]["collections"]))
-sys.argv = ["train_grpo.py", "--config", "config/grpo.py:tiny_recam", "--config.sample.sde=ode"]  # refused after the imports
+# Refused by a rule between knobs, after the imports.
+sys.argv = ["train_grpo.py", "--config", "config/grpo.py:tiny_recam", "--config.sample.sde=ode"]
 runpy.run_path("train_grpo.py", run_name="__main__")
 """
 
