@@ -320,24 +320,23 @@ def check(args: argparse.Namespace, folders: Sequence[Path]) -> list[SceneReport
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = PARSER
-    args = parser.parse_args(argv)
+    args = PARSER.parse_args(argv)
     if not args.root.is_dir():
-        parser.error(f"the dataset folder {args.root} does not exist")
+        PARSER.error(f"the dataset folder {args.root} does not exist")
     if args.json and not args.json.parent.is_dir():
-        parser.error(f"the folder of --json {args.json} does not exist")
+        PARSER.error(f"the folder of --json {args.json} does not exist")
     if args.workers < 1 or (args.frames is not None and args.frames < 1):
-        parser.error(f"--workers is {args.workers} and --frames {args.frames}, must be at least 1")
+        PARSER.error(f"--workers is {args.workers} and --frames {args.frames}, must be at least 1")
     splits = args.split or sorted(p.name for p in args.root.iterdir() if p.is_dir() and p.name[0] != ".")
     missing = [split for split in splits if not (args.root / split).is_dir()]
     if missing or not splits:
-        parser.error(f"dataset {args.root} has no split {' or '.join(missing)}; name folders below the root")
+        PARSER.error(f"dataset {args.root} has no split {' or '.join(missing)}; name folders below the root")
     folders = [folder for split in splits for folder in scene_folders(args.root / split)]
     print(f"checking {len(folders)} scenes of {args.root}", flush=True)
     try:
         report = summarise(args, check(args, folders))
     except BrokenProcessPool:
-        parser.error("a worker died, of a broken file or lack of memory; run with --workers 1 to see where")
+        PARSER.error("a worker died, of a broken file or lack of memory; run with --workers 1 to see where")
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(f"{len(report['problems'])} problems, report in {args.json}")

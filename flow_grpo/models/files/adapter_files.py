@@ -109,8 +109,8 @@ def save_adapter(policy: Policy, folder: str | Path, world: World | None = None)
 
     `LORA_FILE` loads into diffusers' Wan pipelines with `load_lora_weights(folder)`; weights of the camera modules,
     which their model lacks, are in `CAMERA_FILE`. A transformer's weights are a variant, which plain diffusers does
-    not load by mistake. If parameters are sharded, at
-    most the adapters or one file of `FILE_SIZE` are gathered at a time.
+    not load by mistake. If parameters are sharded, at most the adapters or one file of `FILE_SIZE` are gathered at a
+    time.
 
     Args:
         policy: whose module is saved, and its `boundary_ratio`.
