@@ -46,14 +46,16 @@ class Variant:
 
 
 # The twin's 8 conditions of 4 copies an update, in calls that suit 2 ranks.
-TWIN = {"sample.train_batch_size": 8, "sample.num_batches_per_epoch": 2, "train.batch_size": 8}
+TWIN = {"sample.train_batch_size": 8, "sample.num_batches_per_epoch": 2, "train.batch_size": 8, "eval.num_conditions": 160}
 VARIANTS = {
     "base": Variant("base", epochs=0),
     "constant": Variant("best constant on the command", epochs=0),
     "sft": Variant("supervised fine-tuning continued", labels=12800, epochs=0),
     "rl": Variant("RL"),
     "sft_rl": Variant("supervised fine-tuning, then RL", labels=6400, epochs=40),
-    "twin": Variant("RL as my_recam_8npu", recipe="my_recam_8npu_room", knobs=TWIN),
+    "demo_base": Variant("the demo's base", recipe="tiny_recam", epochs=0),
+    "demo": Variant("the demo", recipe="tiny_recam"),
+    "twin": Variant("RL as my_recam_8npu", recipe="my_recam_8npu_tiny", knobs=TWIN),
 }
 PARSER = make_parser(__doc__)
 PARSER.add_argument("--only", nargs="+", default=list(VARIANTS), metavar="NAME", help=", ".join(VARIANTS))

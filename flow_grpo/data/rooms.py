@@ -21,6 +21,13 @@ WAVES = 3
 BARE_SIZE = (3.0, 2.0, 1.25)  # half extents in metres
 SIZE = (3.5, 3.0, 1.4)
 BOXES = 9
+# Two columns from floor to ceiling and two tables, lower than any camera: x, y and half of width, depth and height.
+FURNITURE = (
+    (0.8, 0.72, 0.11, 0.11, SIZE[2]),
+    (1.2, -0.8, 0.11, 0.11, SIZE[2]),
+    (2.2, 1.1, 0.4, 0.5, 0.3),
+    (1.7, -1.4, 0.35, 0.4, 0.22),
+)
 
 Surfaces = dict[str, Tensor]
 
@@ -48,8 +55,9 @@ def bare_room(draw: torch.Generator, half_size: tuple[float, float, float] = BAR
 def furnished_room(draw: torch.Generator) -> Room:
     """Draw a room with a lamp, door and window, two pictures, two columns, two tables and, in half, a moving thing.
 
-    The door, the window and the five faces are the same in every room. The columns stand between camera and wall:
-    before a wall alone a turn looks so much like a shift that a model learns to confuse them.
+    The door, the window and the five faces are the same in every room, and the furniture stands at the same places: how
+    far away things are can be learned, as a large model has learned it of the world. The columns stand between camera
+    and wall: before a wall alone a turn looks so much like a shift that a model learns to confuse them.
     """
     house = _surfaces(torch.Generator().manual_seed(HOUSE_SEED), FACES, (0.15, 0.5), 0.0, 0.35)
     house["base"] += torch.tensor(
@@ -79,15 +87,7 @@ def _boxes(draw: torch.Generator) -> Tensor:
     for side in (-1, 1):  # pictures
         centre = (x - 0.02, side * _uniform(draw, 0.5, 2.0), _uniform(draw, 0.1, 0.7))
         boxes.append([centre, (0.02, _uniform(draw, 0.35, 0.8), _uniform(draw, 0.25, 0.5)), (0.0, 0.0, 0.0)])
-    for side in (-1, 1):  # columns, floor to ceiling
-        thick = _uniform(draw, 0.08, 0.14)
-        boxes.append(
-            [(_uniform(draw, 0.7, 1.4), side * _uniform(draw, 0.6, 1.1), 0.0), (thick, thick, z), (0.0, 0.0, 0.0)]
-        )
-    for side in (-1, 1):  # tables, lower than any camera
-        wide, deep, high = _uniform(draw, 0.25, 0.5), _uniform(draw, 0.25, 0.6), _uniform(draw, 0.15, 0.33)
-        centre = (_uniform(draw, 1.3, 2.8), side * _uniform(draw, 0.5, 1.7), high - z)
-        boxes.append([centre, (wide, deep, high), (0.0, 0.0, 0.0)])
+    boxes += [[(x, y, height - z), (wide, deep, height), (0.0, 0.0, 0.0)] for x, y, wide, deep, height in FURNITURE]
     way = _uniform(draw, 0.5, 1.2) * (1 if _uniform(draw, 0, 1) < 0.5 else -1)
     size = _uniform(draw, 0.15, 0.28) if _uniform(draw, 0, 1) < 0.5 else 0.0
     centre = (_uniform(draw, 2.2, 3.0), _uniform(draw, -0.4, 0.4) - way / 2, _uniform(draw, -0.5, 0.5))
@@ -114,8 +114,8 @@ class Shot:
 
     translation: tuple[float, float, float]
     rotation: tuple[float, float, float]
-    speed: tuple[float, float] = (0.15, 0.4)
-    turn: tuple[float, float] = (0.15, 0.5)
+    speed: tuple[float, float] = (0.2, 0.4)
+    turn: tuple[float, float] = (0.25, 0.5)
     ease: str = "even"
 
     def path(self, draw: torch.Generator, frames: int) -> Tensor:
@@ -135,32 +135,35 @@ def _preset(name: str, **changes: object) -> Shot:
 
 
 RECAMMASTER = {name: _preset(name) for name in PRESETS}
-# What a tripod and rails can do, one motion at a time: what a base model has seen with true videos.
-LABELLED = {
-    **{name: _preset(name) for name in ("pan_left", "pan_right", "tilt_up", "tilt_down", "zoom_in", "zoom_out")},
+RAILS = {
     "truck_left": Shot((-2.0, 0.0, 0.0), (0.0, 0.0, 0.0)),
     "truck_right": Shot((2.0, 0.0, 0.0), (0.0, 0.0, 0.0)),
     "pedestal_up": Shot((0.0, -1.0, 0.0), (0.0, 0.0, 0.0)),
     "pedestal_down": Shot((0.0, 1.0, 0.0), (0.0, 0.0, 0.0)),
 }
-# What is commanded without a true video to learn from: a move and a turn at once.
-UNLABELLED = {
-    **{name: _preset(name) for name in ("arc_left", "arc_right", "translate_up", "translate_down")},
+PUSHES = {
     "push_left": Shot((0.0, 0.0, 2.0), (0.0, -20.0, 0.0)),
     "push_right": Shot((0.0, 0.0, 2.0), (0.0, 20.0, 0.0)),
     "pull_up": Shot((0.0, 0.0, -2.0), (10.0, 0.0, 0.0)),
     "pull_down": Shot((0.0, 0.0, -2.0), (-10.0, 0.0, 0.0)),
 }
-# What nobody trains on: other moves with other turns, uneven speeds, more speed.
+# What a base model has seen with true videos: short paths.
+LABELLED = {
+    name: dataclasses.replace(shot, speed=(0.08, 0.2), turn=(0.1, 0.25))
+    for name, shot in (RECAMMASTER | RAILS).items()
+}
+# What is commanded without a true video to learn from: paths up to twice as long, and moves that turn.
+UNLABELLED = {**{f"far_{name}": shot for name, shot in RECAMMASTER.items()}, **PUSHES}
+# What nobody trains on: others again, uneven speeds, longer ones.
 UNSEEN = {
+    "far_truck_left": RAILS["truck_left"],
+    "far_truck_right": RAILS["truck_right"],
     "crane_up": Shot((0.0, -1.0, 0.0), (0.0, -20.0, 0.0)),
     "crane_down": Shot((0.0, 1.0, 0.0), (0.0, 20.0, 0.0)),
-    "sweep_left": Shot((-2.0, 0.0, 0.0), (10.0, 0.0, 0.0)),
-    "sweep_right": Shot((2.0, 0.0, 0.0), (-10.0, 0.0, 0.0)),
     "ease_in_arc_left": _preset("arc_left", ease="in"),
-    "ease_out_push_right": Shot((0.0, 0.0, 2.0), (0.0, 20.0, 0.0), ease="out"),
-    "fast_arc_right": _preset("arc_right", speed=(0.4, 0.55), turn=(0.5, 0.7)),
-    "fast_pull_down": Shot((0.0, 0.0, -2.0), (-10.0, 0.0, 0.0), speed=(0.4, 0.55), turn=(0.5, 0.7)),
+    "ease_out_push_right": dataclasses.replace(PUSHES["push_right"], ease="out"),
+    "longest_arc_right": _preset("arc_right", speed=(0.4, 0.5), turn=(0.5, 0.65)),
+    "longest_pull_down": dataclasses.replace(PUSHES["pull_down"], speed=(0.4, 0.5), turn=(0.5, 0.65)),
 }
 # How sources are filmed.
 SOURCES = {
@@ -168,4 +171,4 @@ SOURCES = {
     "panning": Shot((0.0, 0.0, 0.0), (4.0, 12.0, 0.0), turn=(-0.7, 0.7)),
     "moving": Shot((0.6, 0.15, 0.5), (0.0, -6.0, 0.0), speed=(0.2, 0.6), turn=(-0.7, 0.7)),
 }
-SHOTS = RECAMMASTER | LABELLED | UNLABELLED | UNSEEN | SOURCES
+SHOTS = LABELLED | UNLABELLED | UNSEEN | SOURCES

@@ -125,25 +125,25 @@ def make_scene(spec: WorldSpec, split: str, number: int, films: tuple[str, ...] 
     """Make scene `number` of a split, a pure function of the arguments; `films` are other shots than the split's."""
     draw = generator("tiny-world", spec.seed, split, number)
     if spec.furnished:
-        room, place, shots = furnished_room(draw), (-0.7, 0.0, 0.0), SHOTS
+        room, place, spread, shots = furnished_room(draw), (-0.7, 0.0, 0.0), 0.4, SHOTS
         roles = Roles(films) if films else ROLES[split]
         films, commands = roles.films, roles.commands[number % 2 :: 2]
     else:
-        room, place, films, commands = bare_room(draw), (-0.6, 0.0, 0.0), (*RECAMMASTER,), ()
+        room, place, spread, films, commands = bare_room(draw), (-0.6, 0.0, 0.0), 1.0, (*RECAMMASTER,), ()
         shots = {
             name: dataclasses.replace(shot, speed=spec.translation, turn=spec.rotation)
             for name, shot in RECAMMASTER.items()
         }
-    start = _start_pose(draw, place)
+    start = _start_pose(draw, place, spread)
     names = (*films, *commands)
     paths = [start @ shots[name].path(draw, spec.frames) for name in names]
     return TinyScene(room, names, len(films), torch.stack(paths))
 
 
-def _start_pose(draw: torch.Generator, place: tuple[float, float, float]) -> Tensor:
-    # Before the far wall, within 0.3 m of `place`, facing it within 8 degrees of yaw and 4 of pitch.
-    shift = (2 * torch.rand(3, generator=draw, dtype=torch.float64) - 1) * torch.tensor([0.3, 0.2, 0.1])
-    degrees = (2 * torch.rand(2, generator=draw, dtype=torch.float64) - 1) * torch.tensor([8.0, 4.0])
+def _start_pose(draw: torch.Generator, place: tuple[float, float, float], spread: float) -> Tensor:
+    # Before the far wall, for a spread of 1 within 0.3 m of `place`, facing it within 8 degrees of yaw and 4 of pitch.
+    shift = spread * (2 * torch.rand(3, generator=draw, dtype=torch.float64) - 1) * torch.tensor([0.3, 0.2, 0.1])
+    degrees = spread * (2 * torch.rand(2, generator=draw, dtype=torch.float64) - 1) * torch.tensor([8.0, 4.0])
     yaw, pitch = map(math.radians, degrees.tolist())
     pose = torch.eye(4, dtype=torch.float64)
     # Columns: the camera's right, down and forward in world axes (x forward, y right, z up).

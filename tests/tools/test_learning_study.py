@@ -14,7 +14,7 @@ from tools import learning_study as study
 from tools.study.scaled_recam import scaled
 
 MEASURES = list(study.MEASURES)
-KINDS = {"labelled": "pan_left", "unlabelled": "arc_left", "unseen": "crane_up"}
+KINDS = {"labelled": "pan_left", "unlabelled": "far_arc_left", "unseen": "crane_up"}
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_a_run_leaves_a_record_once_and_goes_on_from_its_checkpoint(places, comm
     record = json.loads((places / "records" / "rl_3.json").read_text())
     assert [(point["epoch"], point["minutes"]) for point in record["curve"]] == [(0, 0), (2, 1.5)]
     assert record["forward_equivalents"] == 1000 and record["minutes"] == 1.5 and record["commit"] == "abc"
-    assert len(record["rows"]) == 18 and record["rows"]["s1 arc_left"] == {"kind": "arc_left"} | dict.fromkeys(
+    assert len(record["rows"]) == 18 and record["rows"]["s1 far_arc_left"] == {"kind": "far_arc_left"} | dict.fromkeys(
         MEASURES, 0.51
     )
     commands.clear()

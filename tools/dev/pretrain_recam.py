@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node=2 tools/dev/pretrain_recam.py --work .work/base --out assets/room_recam
 
-The targets move as a tripod and rails allow, one motion at a time (`LABELLED` in data/rooms.py), with exact labels;
-other paths are left to reinforcement learning. Latents of all clips are encoded once. The log has, on rooms
+The targets go along short paths (`LABELLED` in data/rooms.py), with exact labels; longer ones and others are left to
+reinforcement learning. Latents of all clips are encoded once. The log has, on rooms
 that no step sees, the videos' PSNR to the truth and the errors of their cameras, by whether paths of that kind are
 labelled.
 """
