@@ -65,10 +65,15 @@ def unchecked(spec: str, overrides: Sequence[str] = (), kept: Mapping[str, Any] 
     for path, value in (kept or {}).items():
         _set(values, path, copy.deepcopy(value))
     size = values["sample"]["k"]
-    _override(values, overrides)
+    named = _override(values, overrides)
     if values["sample"]["num_image_per_prompt"] == size:  # follows k, as in the recipe, unless it was set itself
         values["sample"]["num_image_per_prompt"] = values["sample"]["k"]
-    return _validated(values)
+    config = _validated(values)
+    root, world = config.data.root, config.data.tiny_world
+    if world and "data.root" in named and "data.tiny_world" not in named and not Path(root).exists():
+        text = f"no such folder; misspelt? To render the recipe's world there add {PREFIX}data.tiny_world={world}"
+        raise refusal("data.root", root, f"{text}, for videos of your own {PREFIX}data.tiny_world=")
+    return config
 
 
 def from_dict(plain: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
@@ -163,8 +168,9 @@ def _run_recipe(spec: str) -> ConfigDict:
     return settings
 
 
-def _override(values: dict[str, Any], words: Sequence[str]) -> None:
-    position = 0
+def _override(values: dict[str, Any], words: Sequence[str]) -> set[str]:
+    """Set what the words of a command line say, and return the knobs that they name."""
+    position, named = 0, set()
     while position < len(words):
         path, equals, value = words[position].removeprefix(PREFIX).partition("=")
         if not words[position].startswith(PREFIX):
@@ -175,6 +181,8 @@ def _override(values: dict[str, Any], words: Sequence[str]) -> None:
             text = words[position]
             position += 1
         _set(values, path, _parsed(path, text))
+        named.add(path)
+    return named
 
 
 def _parsed(path: str, text: str | None) -> Any:

@@ -239,3 +239,13 @@ def test_what_differs_has_every_configuration_s_value_and_none_where_a_configura
     found = differences({"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}, {"a": "1", "b": "2", "c": "4"})
     assert found == {"b": ["2", "3", "2"], "c": [None, "4", "4"]}
     assert differences({"a": "1"}, {"a": "1"}) == differences({}, {}) == {}
+
+
+def test_a_misspelt_data_root_is_refused_where_a_world_would_be_rendered(tmp_path: Path) -> None:
+    word = f"--config.data.root={tmp_path / 'wrold'}"
+    with pytest.raises(ConfigError, match=r"no such folder; misspelt\? .*--config.data.tiny_world=tiny, for videos of"):
+        load_config(f"{GRPO}:tiny_recam", [word])
+    asked = load_config(f"{GRPO}:tiny_recam", [word, "--config.data.tiny_world=tiny"])
+    (tmp_path / "wrold").mkdir()
+    assert load_config(f"{GRPO}:tiny_recam", [word]) == asked
+    assert load_config(f"{GRPO}:my_recam_8npu", ["--config.data.root=/nowhere"]).data.root == "/nowhere"
