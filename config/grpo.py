@@ -319,14 +319,6 @@ def my_recam_8npu_tiny() -> ConfigDict:
     return config
 
 
-def my_recam_8npu_room() -> ConfigDict:
-    """`my_recam_8npu` on the demo's model and rooms: the twin that shows what the full size can hope for."""
-    config, demo = my_recam_8npu_tiny(), room_recam()
-    config.data, config.reward, config.eval = demo.data, demo.reward, demo.eval
-    config.model.path = demo.model.path
-    return config
-
-
 def my_recam_8npu_dapo_tiny() -> ConfigDict:
     """`my_recam_8npu_dapo` shrunk likewise, scored so coarsely that pools fill up late or not at all."""
     config, full = my_recam_8npu_tiny(), my_recam_8npu_dapo()
