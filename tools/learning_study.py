@@ -16,7 +16,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -46,7 +46,12 @@ class Variant:
 
 
 # The twin's 8 conditions of 4 copies an update, in calls that suit 2 ranks.
-TWIN = {"sample.train_batch_size": 8, "sample.num_batches_per_epoch": 2, "train.batch_size": 8, "eval.num_conditions": 160}
+TWIN = {
+    "sample.train_batch_size": 8,
+    "sample.num_batches_per_epoch": 2,
+    "train.batch_size": 8,
+    "eval.num_conditions": 160,
+}
 VARIANTS = {
     "base": Variant("base", epochs=0),
     "constant": Variant("best constant on the command", epochs=0),
@@ -66,7 +71,7 @@ PARSER.add_argument("--report", action="store_true", help="train nothing, write 
 if __name__ == "__main__":
     PARSER.parse_args()  # now: what follows takes seconds to import
 
-from flow_grpo.data.rooms import LABELLED, UNLABELLED, UNSEEN
+from flow_grpo.data.rooms import LABELLED, RECAMMASTER, UNLABELLED, UNSEEN
 from flow_grpo.maths.bootstrap import mean_interval
 from flow_grpo.reporting.drawing.style import new_figure
 from flow_grpo.reporting.metric_files import read_rows
@@ -77,7 +82,21 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "learning"
 PAGE, PLOT = ROOT / "docs" / "learning.md", ROOT / "docs" / "learning.png"
 BEGIN, END = "<!-- begin of the generated part -->", "<!-- end of the generated part -->"
-GROUPS = {"labelled": LABELLED, "unlabelled": UNLABELLED, "unseen": UNSEEN}  # of the held-out commands
+ROOMS, DEMO = ("room_recam",), ("tiny_recam", "my_recam_8npu_tiny")  # recipes of a world
+GROUPS = {  # of held-out commands: recipes, kinds
+    "labelled": (ROOMS, LABELLED),
+    "unlabelled": (ROOMS, UNLABELLED),
+    "unseen": (ROOMS, UNSEEN),
+    "the demo's": (DEMO, RECAMMASTER),
+}
+PAIRS = (
+    ("rl", "sft"),
+    ("rl", "base"),
+    ("sft", "base"),
+    ("sft_rl", "sft"),
+    ("demo", "demo_base"),
+    ("twin", "demo_base"),
+)
 MEASURES = {  # of a held-out condition -> title and decimals
     "trans_err_m": ("TransErr m", 3),
     "rot_err_deg": ("RotErr °", 2),
@@ -244,8 +263,9 @@ def write_report(records: dict[str, list[Record]]) -> None:
     before, _, rest = text.partition(BEGIN)
     lines = [BEGIN, ""]
     for group in GROUPS:
-        lines += [f"Commands that are {group}:", "", *table(records, group), ""]
-    for name, other in (("rl", "sft"), ("rl", "base"), ("sft_rl", "sft"), ("twin", "base")):
+        if rows := table(records, group):
+            lines += [f"Commands that are {group}:", "", *rows, ""]
+    for name, other in PAIRS:
         if name in records and other in records:
             title = f"{VARIANTS[name].title} less {VARIANTS[other].title}"
             lines += [f"{title}, paired by condition:", "", *differences(records[name], records[other]), ""]
@@ -253,23 +273,27 @@ def write_report(records: dict[str, list[Record]]) -> None:
     draw(records)
 
 
-def of_group(group: str) -> Callable[[dict[str, Any]], bool]:
-    return lambda row: row["kind"] in GROUPS[group]
+def rows_in(run: Record, group: str) -> dict[str, dict[str, Any]]:
+    """Return the held-out conditions of a run that are of a group."""
+    recipes, kinds = GROUPS[group]
+    return {key: row for key, row in run["rows"].items() if run["recipe"] in recipes and row["kind"] in kinds}
 
 
 def table(records: dict[str, list[Record]], group: str) -> list[str]:
     """Return Markdown lines: per variant the mean of every measure over the seeds, and in brackets each."""
     rows = []
     for name, runs in records.items():
-        cells = []
+        cells, found = [], [rows_in(run, group).values() for run in runs]
+        if not any(found):
+            continue
         for measure, (_, digits) in MEASURES.items():
-            values = [fmean(row[measure] for row in run["rows"].values() if of_group(group)(row)) for run in runs]
+            values = [fmean(row[measure] for row in rows if measure in row) for rows in found]
             cells.append(f"**{fmean(values):.{digits}f}** ({', '.join(f'{value:.{digits}f}' for value in values)})")
         work = fmean(run["forward_equivalents"] for run in runs) / 1000
         minutes = fmean(run["minutes"] for run in runs)
         rows.append([VARIANTS[name].title, *cells, f"{work:.1f}", f"{minutes:.1f}"])
     titles = [title for title, _ in MEASURES.values()]
-    return markdown_table(["", *titles, "thousand F", "minutes"], rows)
+    return markdown_table(["", *titles, "thousand F", "minutes"], rows) if rows else []
 
 
 def differences(runs: list[Record], others: list[Record]) -> list[str]:
@@ -282,9 +306,10 @@ def differences(runs: list[Record], others: list[Record]) -> list[str]:
     for group in GROUPS:
         for run in runs:
             other, cells = by_seed.get(run["seed"], others[0])["rows"], []
-            for measure, (_, digits) in MEASURES.items():
-                both = [key for key, row in run["rows"].items() if of_group(group)(row) and key in other]
-                change = [run["rows"][key][measure] - other[key][measure] for key in both]
+            own = rows_in(run, group)
+            for measure, (_, digits) in MEASURES.items() if own else ():
+                both = [key for key in own if measure in own[key] and measure in other.get(key, {})]
+                change = [own[key][measure] - other[key][measure] for key in both]
                 found = mean_interval(change, [key.partition(" ")[0] for key in both])
                 start = fmean(other[key][measure] for key in both)
                 star = "*" if found.low > 0 or found.high < 0 else ""
@@ -296,16 +321,20 @@ def differences(runs: list[Record], others: list[Record]) -> list[str]:
                 cells.append(
                     f"{found.mean:+.{digits}f}{star}{share} [{found.low:+.{digits}f}, {found.high:+.{digits}f}]"
                 )
-            rows.append([group, str(run["seed"]), *cells])
+            rows += [[group, str(run["seed"]), *cells]] if cells else []
     return markdown_table(["commands", "seed", *(title for title, _ in MEASURES.values())], rows)
 
 
 def draw(records: dict[str, list[Record]]) -> None:
     """Draw every measure against F: mean over the seeds, and their range; variants without a curve as a level."""
-    figure = new_figure(figsize=(4 * len(MEASURES), 4), layout="constrained")
-    for column, (measure, (title, _)) in enumerate(MEASURES.items()):
-        plot = figure.add_subplot(1, len(MEASURES), column + 1)
+    worlds = [world for world in (ROOMS, DEMO) if any(runs[0]["recipe"] in world for runs in records.values())]
+    figure = new_figure(figsize=(4 * len(MEASURES), 3.5 * len(worlds)), layout="constrained")
+    places = [(world, measure) for world in worlds for measure in MEASURES.items()]
+    for place, (world, (measure, (title, _))) in enumerate(places, start=1):
+        plot = figure.add_subplot(len(worlds), len(MEASURES), place)
         for name, runs in records.items():
+            if runs[0]["recipe"] not in world:
+                continue
             points = list(zip(*(run["curve"] for run in runs), strict=False))
             if len(points) > 1:
                 where = [fmean(point["forward_equivalents"] for point in same) / 1000 for same in points]
@@ -314,11 +343,11 @@ def draw(records: dict[str, list[Record]]) -> None:
                 low, high = ([pick(point[measure] for point in same) for same in points] for pick in (min, max))
                 plot.fill_between(where, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
             else:
-                level = fmean(row[measure] for run in runs for row in run["rows"].values())
+                level = fmean(row[measure] for run in runs for row in run["rows"].values() if measure in row)
                 plot.axhline(level, linestyle="--", linewidth=1, label=VARIANTS[name].title)
         plot.set(xlabel="thousand forward-equivalents", title=title)
-    lines, names = figure.axes[0].get_legend_handles_labels()
-    figure.legend(lines, names, loc="outside lower center", ncols=len(names), fontsize=8)
+        if measure == next(iter(MEASURES)):
+            plot.legend(fontsize=7)
     figure.savefig(PLOT, dpi=110)
 
 
