@@ -61,6 +61,7 @@ BATCH, BATCHES = 16, 4  # rows of a batch and batches of an epoch: 64 videos of 
 STEPS, SHIFT = 8, 3.0  # denoising steps; a larger shift spends more of them on noisy levels
 NOISE_LEVEL = 0.7  # strength of a stochastic step's noise
 SDE_STEPS = (0, 1, 2, 3, 4, 5)  # one of these is stochastic: the early ones decide how the camera moves
+BOUNDARY = 0.55  # noise level below which the weights before training answer: never trained there, they keep the picture
 TAIL_STEPS = 3  # from the stochastic step to the clean video, instead of the 2 to 7 that the schedule has left
 
 # Minus the error of turning, minus that of moving, and PSNR in dB.
@@ -408,6 +409,8 @@ def main() -> tuple[list[dict[str, float]], dict[str, Tensor], list[Tensor]]:
     for name, weight in networks.transformer.eval().named_parameters():
         weight.requires_grad_(name in names)
     policy = WanPolicy(networks, max_prompt_tokens=8, device=cpu)
+    policy.boundary_ratio = BOUNDARY
+    policy.keep_reference()  # a copy of what is trained
     weights = policy.trained_parameters()  # in fp32, like all that is computed here
     averages = [weight.detach().clone() for weight in weights]
     optimizer = torch.optim.AdamW(weights, LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, foreach=True)

@@ -26,6 +26,7 @@ CONSTANTS = {
     "model.trained": "attention",
     "model.max_prompt_tokens": 8,
     "model.vae_slicing": False,
+    "model.boundary_ratio": "BOUNDARY",
     "data.root": "DATA",
     "data.tiny_world": "WORLD",
     "data.num_frames": "SIZE.0",

@@ -141,23 +141,26 @@ def render(room: Room, poses: Tensor, rays: Tensor) -> tuple[Tensor, Tensor]:
     """
     hits = trace(room, poses, rays)
     # One lookup for all parameters, with rays last, so that later operations run over contiguous memory.
-    waves, count = room.phase.shape[-1], room.base.shape[1]
-    walls = room.half_size[:, None].expand(-1, FACES, -1)
-    boxes = (  # of each surface the box that it is a side of
-        torch.cat([torch.zeros_like(walls), room.boxes[:, :, 0]], dim=1),
-        torch.cat([walls, room.boxes[:, :, 1].clamp_min(1e-6)], dim=1),
-    )
-    parts = (room.base, room.frequency.mT, room.phase, room.amplitude, *boxes)
+    waves, count, local = room.phase.shape[-1], room.base.shape[1], hits.point
+    parts = [room.base, room.frequency.mT, room.phase, room.amplitude]
+    if count > FACES:  # of each surface the box that it is a side of
+        walls = room.half_size[:, None].expand(-1, FACES, -1)
+        parts.append(torch.cat([torch.zeros_like(walls), room.boxes[:, :, 0]], dim=1))
+        parts.append(torch.cat([walls, room.boxes[:, :, 1].clamp_min(1e-6)], dim=1))
     table = torch.cat([part.flatten(0, 1).flatten(1) for part in parts], -1).T.contiguous()
     number = hits.surface + count * torch.arange(len(hits.surface))[:, None, None]
     planes = table.index_select(1, number.flatten()).unflatten(1, number.shape)
-    base, along_u, along_v, phase, amplitude, centre, half = planes.split([3, waves, waves, waves, 3 * waves, 3, 3])
-    local = hits.point - centre  # a thing's texture moves with it
-    axis = (local / half).abs().argmax(dim=0)
+    base, along_u, along_v, phase, amplitude, *box = planes.split([3, *3 * [waves], 3 * waves, *(len(parts) - 4) * [3]])
+    axis = hits.surface // 2
+    if box:
+        local = hits.point - box[0]  # a thing's texture moves with it
+        x, y, z = (local / box[1]).abs()
+        axis = torch.where(x >= torch.maximum(y, z), 0, torch.where(y >= z, 1, 2))  # of the largest; argmax is slow
     # The two coordinates along a face: (y, z), (x, z), (x, y) for one across x, y, z.
     u, v = torch.where(axis == 0, local[1], local[0]), torch.where(axis == 2, local[1], local[2])
     turn = 2 * math.pi * (along_u * u + along_v * v) + phase
-    colours = (base + (amplitude.unflatten(0, (waves, 3)) * turn.cos()[:, None]).sum(0)).sigmoid()
+    wave = sum(size * height for size, height in zip(amplitude.split(3), turn.cos(), strict=True))
+    colours = (base + wave).sigmoid()
     return colours * _shade(room, hits, axis), hits.depth
 
 
