@@ -150,9 +150,9 @@ class Study:
         variant, run = VARIANTS[self.name], f"{self.name}_{self.seed}"
         knobs = variant.knobs | ({} if variant.epochs is None else {"num_epochs": variant.epochs})
         if variant.labels:
-            if not self.fine_tune(variant.labels):
+            knobs["model.path"] = model = self.out / f"{run}_labels" / "model"
+            if not model.exists() and not self.fine_tune(variant.labels):
                 return False
-            knobs["model.path"] = self.out / f"{run}_labels" / "model"
         if self.name == "constant":
             knobs["model.kind"] = self.best_constant()
         if not (folder := self.train(run, variant.recipe, knobs)):
