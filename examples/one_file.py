@@ -61,7 +61,7 @@ BATCH, BATCHES = 16, 4  # rows of a batch and batches of an epoch: 64 videos of 
 STEPS, SHIFT = 8, 3.0  # denoising steps; a larger shift spends more of them on noisy levels
 NOISE_LEVEL = 0.7  # strength of a stochastic step's noise
 SDE_STEPS = (0, 1, 2, 3, 4, 5)  # one of these is stochastic: the early ones decide how the camera moves
-BOUNDARY = 0.55  # noise level below which the weights before training answer: never trained there, they keep the picture
+BOUNDARY = 0.55  # noise level below which the weights before training answer: these keep the picture
 TAIL_STEPS = 3  # from the stochastic step to the clean video, instead of the 2 to 7 that the schedule has left
 
 # Minus the error of turning, minus that of moving, and PSNR in dB.

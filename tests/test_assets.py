@@ -55,7 +55,8 @@ def test_weights_are_half_precision_and_finite(folder):
 
 @pytest.fixture(scope="module")
 def policy() -> Policy:
-    config = load_config(f"{ROOT}/config/grpo.py:tiny_recam", [f"--config.model.path={FOLDER}", "--config.model.boundary_ratio=0"])
+    words = [f"--config.model.path={FOLDER}", "--config.model.boundary_ratio=0"]  # by these weights alone
+    config = load_config(f"{ROOT}/config/grpo.py:tiny_recam", words)
     return build_policy(config, torch.device("cpu"))
 
 

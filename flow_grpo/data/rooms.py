@@ -149,8 +149,7 @@ PUSHES = {
 }
 # What a base model has seen with true videos: short paths.
 LABELLED = {
-    name: dataclasses.replace(shot, speed=(0.08, 0.2), turn=(0.1, 0.25))
-    for name, shot in (RECAMMASTER | RAILS).items()
+    name: dataclasses.replace(shot, speed=(0.08, 0.2), turn=(0.1, 0.25)) for name, shot in (RECAMMASTER | RAILS).items()
 }
 # What is commanded without a true video to learn from: paths up to twice as long, and moves that turn.
 UNLABELLED = {**{f"far_{name}": shot for name, shot in RECAMMASTER.items()}, **PUSHES}

@@ -114,11 +114,11 @@ def test_the_command_prints_the_report_and_its_exit_code_says_whether_it_fits(ca
 
 
 def test_guidance_doubles_the_work_and_kl_adds_a_reference_call(capsys):
-    tiny = {"recipe": "tiny_recam"}
-    _, plain = planned(capsys, "--devices", "2", **tiny)
-    _, guided = planned(capsys, "--devices", "2", "--config.sample.guidance_scale=5.0", **tiny)
-    _, penalised = planned(capsys, "--devices", "2", "--config.train.kl_coef=0.1", **tiny)
-    _, handed_over = planned(capsys, "--devices", "2", "--config.model.boundary_ratio=0.1", **tiny)
+    tiny, whole = {"recipe": "tiny_recam"}, ("--devices", "2", "--config.model.boundary_ratio=0")
+    _, plain = planned(capsys, *whole, **tiny)
+    _, guided = planned(capsys, *whole, "--config.sample.guidance_scale=5.0", **tiny)
+    _, penalised = planned(capsys, *whole, "--config.train.kl_coef=0.1", **tiny)
+    _, handed_over = planned(capsys, "--devices", "2", **tiny)
     assert handed_over["optimizer_gib"] == penalised["optimizer_gib"] > plain["optimizer_gib"]  # a copy of the start
     assert guided["rollout_s"] == pytest.approx(2 * plain["rollout_s"], rel=1e-3)
     assert penalised["update_forwards"] == pytest.approx(plain["update_forwards"] + 1)  # nothing is recomputed here

@@ -44,7 +44,7 @@ def test_a_policy_may_be_a_class_of_the_user_s_own_which_no_plan_can_be_made_of(
     start += "    def camera_parameters(self):\n        return self.own\n"
     text = f"import torch\nfrom torch import nn\nclass MyPolicy:\n{methods}{start}"
     Path("my_models.py").write_text(text)
-    config = load_config(TINY, ["--config.model.kind=my_models.py:MyPolicy"])
+    config = load_config(TINY, ["--config.model.kind=my_models.py:MyPolicy", "--config.model.boundary_ratio=0"])
     assert registry.build_policy(config, CPU).given == (config.model, config.sample, CPU)
     split = load_config(TINY, ["--config.model.kind=my_models.py:MyPolicy", "--config.model.boundary_ratio=0.1"])
     with pytest.raises(ConfigError, match=r"boundary_ratio: got 0\.1, must be 0 for MyPolicy, .* without an attribute"):

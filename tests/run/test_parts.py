@@ -73,7 +73,7 @@ def test_evaluation_takes_training_s_guidance_unless_it_has_its_own(world, chang
     [
         "eval.num_conditions=4",
         "eval.num_steps=3",
-        "sample.shift=2",
+        "sample.shift=4",
         "eval.guidance_scale=5",
         "eval.gold=",
         "data.reference=target",
