@@ -267,7 +267,7 @@ def tiny_recam() -> ConfigDict:
 
 
 def room_recam() -> ConfigDict:
-    """A furnished world, its paths beyond what true videos showed: where fine-tuning wins, see docs/learning.md."""
+    """The demo's trainer in furnished rooms, on camera paths that no true video shows: docs/rooms.md."""
     config = tiny_recam()
     config.num_epochs = 80
     config.data.root = "data/rooms"
@@ -279,7 +279,6 @@ def room_recam() -> ConfigDict:
     config.model.path = "assets/room_recam"
     # No reward knows a true view: the camera's turn and place, and agreement with the room wherever the camera is.
     config.reward.weights = ConfigDict({"room_rot": 1.0, "room_trans": 1.0, "room_content": 0.3})
-    config.train.learning_rate = 4e-4
     config.eval.gold = "room_tracks"
     config.eval.every = 40
     config.eval.num_conditions = 208  # all of the val split; with eval.split=tune there are 72
