@@ -17,9 +17,9 @@ VIDEO = {
     "motion_mag": (0.11, 1.1),
     "exposure": (0.19, 1.1),
     "sharpness": (0.12, 1.1),
-    "room": (0.16, 0.41),
-    "room_pose": (0.10, 0.47),
-    "room_tracks": (0.13, 0.81),
+    "room": (0.04, 0.12),
+    "room_pose": (0.04, 0.36),
+    "room_tracks": (0.13, 0.67),
 }
 SOURCE = {"pose": (8.2, 8.7), "view_disp": (1.5, 2.8)}  # once for the videos of a source; these two use all cores
 # Rewards that read one measurement.
