@@ -141,7 +141,7 @@ def render(room: Room, poses: Tensor, rays: Tensor) -> tuple[Tensor, Tensor]:
     """
     hits = trace(room, poses, rays)
     # One lookup for all parameters, with rays last, so that later operations run over contiguous memory.
-    waves, count, local = room.phase.shape[-1], room.base.shape[1], hits.point
+    waves, count = room.phase.shape[-1], room.base.shape[1]
     parts = [room.base, room.frequency.mT, room.phase, room.amplitude]
     if count > FACES:  # of each surface the box that it is a side of
         walls = room.half_size[:, None].expand(-1, FACES, -1)
@@ -151,11 +151,12 @@ def render(room: Room, poses: Tensor, rays: Tensor) -> tuple[Tensor, Tensor]:
     number = hits.surface + count * torch.arange(len(hits.surface))[:, None, None]
     planes = table.index_select(1, number.flatten()).unflatten(1, number.shape)
     base, along_u, along_v, phase, amplitude, *box = planes.split([3, *3 * [waves], 3 * waves, *(len(parts) - 4) * [3]])
-    axis = hits.surface // 2
     if box:
         local = hits.point - box[0]  # a thing's texture moves with it
         x, y, z = (local / box[1]).abs()
         axis = torch.where(x >= torch.maximum(y, z), 0, torch.where(y >= z, 1, 2))  # of the largest; argmax is slow
+    else:
+        local, axis = hits.point, hits.surface // 2
     # The two coordinates along a face: (y, z), (x, z), (x, y) for one across x, y, z.
     u, v = torch.where(axis == 0, local[1], local[0]), torch.where(axis == 2, local[1], local[2])
     turn = 2 * math.pi * (along_u * u + along_v * v) + phase
