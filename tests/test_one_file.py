@@ -88,7 +88,7 @@ SMALL = {
     "sample.num_batches_per_epoch": 2,
     "train.batch_size": 3,
     "train.warmup_steps": 3,
-    "train.max_grad_norm": 0.4,
+    "train.max_grad_norm": 0.3,
     "train.max_grad_ratio": 0.9,
     "train.adv_clip": 2.0,
     "eval.num_conditions": 6,

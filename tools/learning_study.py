@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -34,7 +35,7 @@ class Variant:
         title: in the tables.
         recipe: of config/grpo.py.
         knobs: of the recipe, changed.
-        labels: items of supervised fine-tuning on the split `labelled` that come first; 0 none.
+        labels: items of supervised fine-tuning on true videos that come first, in rooms of labelled paths; 0 none.
         epochs: of RL; None as in the recipe.
     """
 
@@ -59,6 +60,9 @@ VARIANTS = {
     "rl": Variant("RL"),
     "sft_rl": Variant("supervised fine-tuning, then RL", labels=6400, epochs=40),
     "demo_base": Variant("the demo's base", recipe="tiny_recam", epochs=0),
+    "demo_sft": Variant(
+        "supervised fine-tuning on the demo's true videos", recipe="tiny_recam", labels=12800, epochs=0
+    ),
     "demo": Variant("the demo", recipe="tiny_recam"),
     "twin": Variant("RL as my_recam_8npu", recipe="my_recam_8npu_tiny", knobs=TWIN),
 }
@@ -72,7 +76,8 @@ if __name__ == "__main__":
     PARSER.parse_args()  # now: what follows takes seconds to import
 
 from flow_grpo.data.rooms import LABELLED, RECAMMASTER, UNLABELLED, UNSEEN
-from flow_grpo.maths.bootstrap import mean_interval
+from flow_grpo.judging.changes import TRAVEL, at_equal_travel, paired_changes
+from flow_grpo.judging.table import Table
 from flow_grpo.reporting.drawing.style import new_figure
 from flow_grpo.reporting.metric_files import read_rows
 from flow_grpo.run.starts import commit
@@ -95,6 +100,7 @@ PAIRS = (
     ("sft", "base"),
     ("sft_rl", "sft"),
     ("demo", "demo_base"),
+    ("demo_sft", "demo_base"),
     ("twin", "demo_base"),
 )
 MEASURES = {  # of a held-out condition -> title and decimals
@@ -104,15 +110,22 @@ MEASURES = {  # of a held-out condition -> title and decimals
     "found_path_psnr_db": ("PSNR on the found path dB", 2),
     "target_view_psnr_db": ("PSNR to the true view dB", 2),
 }
+COMPARED = {  # of pairs of conditions
+    "trans_err_m": ("TransErr m", 3),
+    "rot_err_deg": ("RotErr °", 2),
+    "equal_travel_residual": ("residual at equal travel", 4),
+    "equal_travel_found_path_psnr_db": ("PSNR on the found path at equal travel dB", 2),
+    "target_view_psnr_db": ("PSNR to the true view dB", 2),
+}
 EVERY = 20  # epochs between evaluations
 Record = dict[str, Any]
 BATCH = 32  # items of a step of supervised fine-tuning
-LABELS = {  # the labels there are, and a rate
+RATE = {"train.learning_rate": 2e-4}
+LABELS = {  # the labels there are in the rooms; the demo's training items have true videos
     "data.root": "data/labelled_rooms",
     "data.tiny_world": "furnished_labelled",
     "data.train_split": "labelled",
     "data.tune_scenes": 0,
-    "train.learning_rate": 2e-4,
 }
 
 
@@ -151,7 +164,7 @@ class Study:
         knobs = variant.knobs | ({} if variant.epochs is None else {"num_epochs": variant.epochs})
         if variant.labels:
             knobs["model.path"] = model = self.out / f"{run}_labels" / "model"
-            if not model.exists() and not self.fine_tune(variant.labels):
+            if not model.exists() and not self.fine_tune(variant):
                 return False
         if self.name == "constant":
             knobs["model.kind"] = self.best_constant()
@@ -185,12 +198,18 @@ class Study:
         ended = self.launch("train_grpo.py", run, "--config", f"config/grpo.py:{recipe}", *words)
         return self.out / run if ended else None
 
-    def fine_tune(self, items: int) -> bool:
+    def fine_tune(self, variant: Variant) -> bool:
         run, epochs = f"{self.name}_{self.seed}_labels", 1000  # the steps end it
         options = [f"--run-name={run}", f"--seed={self.seed}", "--no-use-dynamic-batch", "--resume", "--num-workers=0"]
-        options += [f"--batch-size={BATCH // self.ranks}", f"--max-steps={items // BATCH}", f"--epochs={epochs}"]
-        words = [f"--config.{knob}={value}" for knob, value in ({"output_root": self.out} | LABELS).items()]
-        return self.launch("tools/finetune_recam.py", run, "--config", "config/grpo.py:room_recam", *options, *words)
+        options += [
+            f"--batch-size={BATCH // self.ranks}",
+            f"--max-steps={variant.labels // BATCH}",
+            f"--epochs={epochs}",
+        ]
+        knobs = RATE | {"output_root": self.out} | (LABELS if variant.recipe in ROOMS else {})
+        words = [f"--config.{knob}={value}" for knob, value in knobs.items()]
+        recipe = f"config/grpo.py:{variant.recipe}"
+        return self.launch("tools/finetune_recam.py", run, "--config", recipe, *options, *words)
 
     def best_constant(self) -> str:
         """Return the model that is told commands times the constants with the least errors on the split for tuning."""
@@ -244,7 +263,7 @@ def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
     rows = json.loads((folder / "held_out.json").read_text())["after"]
     return {
         f"{row['scene']} {row['camera']}": {"kind": row["preset"]}
-        | {name: round(row["values"][name], 5) for name in MEASURES if name in row["values"]}
+        | {name: round(row["values"][name], 5) for name in (*MEASURES, TRAVEL) if name in row["values"]}
         for row in rows
     }
 
@@ -305,24 +324,36 @@ def differences(runs: list[Record], others: list[Record]) -> list[str]:
     by_seed = {run["seed"]: run for run in others}
     for group in GROUPS:
         for run in runs:
-            other, cells = by_seed.get(run["seed"], others[0])["rows"], []
-            own = rows_in(run, group)
-            for measure, (_, digits) in MEASURES.items() if own else ():
-                both = [key for key in own if measure in own[key] and measure in other.get(key, {})]
-                change = [own[key][measure] - other[key][measure] for key in both]
-                found = mean_interval(change, [key.partition(" ")[0] for key in both])
-                start = fmean(other[key][measure] for key in both)
+            if not (own := as_table(run, group)).scenes:
+                continue
+            other = as_table(by_seed.get(run["seed"], others[0]), group)
+            other = at_equal_travel(other, other)
+            changes, start = paired_changes(other, at_equal_travel(other, own)), other.means()
+            cells = []
+            for measure, (_, digits) in COMPARED.items():
+                if (found := changes.get(f"eval/{measure}")) is None:
+                    cells.append("–")
+                    continue
                 star = "*" if found.low > 0 or found.high < 0 else ""
-                share = (
-                    f" ({100 * found.mean / start:+.0f} %)"
-                    if measure in ("trans_err_m", "rot_err_deg", "residual")
-                    else ""
-                )
+                share = "" if measure.endswith("_db") else f" ({100 * found.mean / start[measure]:+.0f} %)"
                 cells.append(
                     f"{found.mean:+.{digits}f}{star}{share} [{found.low:+.{digits}f}, {found.high:+.{digits}f}]"
                 )
-            rows += [[group, str(run["seed"]), *cells]] if cells else []
-    return markdown_table(["commands", "seed", *(title for title, _ in MEASURES.values())], rows)
+            rows.append([group, str(run["seed"]), *cells])
+    return markdown_table(["commands", "seed", *(title for title, _ in COMPARED.values())], rows)
+
+
+def as_table(run: Record, group: str) -> Table:
+    """Return the held-out conditions of a run that are of a group, with the measures that it has."""
+    rows = rows_in(run, group)
+    names = [name for name in (*MEASURES, TRAVEL) if any(name in row for row in rows.values())]
+    return Table.of_rows(
+        [
+            dict(zip(("scene", "camera"), key.split(" "), strict=True))
+            | {"preset": row["kind"], "values": {name: row.get(name, math.nan) for name in names}}
+            for key, row in rows.items()
+        ]
+    )
 
 
 def draw(records: dict[str, list[Record]]) -> None:

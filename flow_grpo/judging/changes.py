@@ -2,21 +2,58 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
 
 from flow_grpo.judging.table import Table, common_rows
 from flow_grpo.maths.bootstrap import LEVEL, Interval, mean_interval
 
 LEAST_SCENES = 5  # for an interval
+TRAVEL = "camera_travel"  # metres
+OF_TRAVEL = ("residual", "found_path_psnr_db")  # what a picture loses as the camera goes farther
+EQUAL = "equal_travel_"
 
 
-def paired_changes(before: Table, after: Table, level: float = LEVEL) -> dict[str, Interval]:
+def at_equal_travel(before: Table, after: Table) -> Table:
+    """Return `after` with columns `equal_travel_<name>`: what its videos were worth if cameras went as far as before.
+
+    The farther a camera goes, the worse its picture, of the same model too: a run that teaches a camera to go where it
+    is told would be blamed for what every farther view costs. The change of each of OF_TRAVEL is regressed on the
+    change of the distance from the first view, over the conditions, and what the line explains is taken off: analysis
+    of covariance. Without `camera_travel` in both tables nothing is added.
+    """
+    if TRAVEL not in before.values or TRAVEL not in after.values:
+        return after
+    then, now = common_rows(before, after)
+    moved = after.values[TRAVEL][now] - before.values[TRAVEL][then]
+    values = dict(after.values)
+    for name in OF_TRAVEL:
+        change = after.values[name][now] - before.values[name][then]
+        known = (moved + change).isfinite()
+        around = moved[known] - moved[known].mean()
+        slope = (around @ change[known]) / (around @ around).clamp_min(1e-12)
+        values[EQUAL + name] = torch.full_like(after.values[name], math.nan)
+        values[EQUAL + name][now] = after.values[name][now] - slope * moved
+    return dataclasses.replace(after, values=values)
+
+
+def _with_slope(changes: Tensor, moved: Tensor) -> Tensor:
+    """Return changes at equal travel (n,) such that their mean varies as much as with a line fitted anew each time."""
+    around, mean = moved - moved.mean(), changes.mean()
+    return mean + (1 - moved.mean() * around / around.square().mean().clamp_min(1e-12)) * (changes - mean)
+
+
+def paired_changes(before: Table, after: Table, level: float = LEVEL, *, whole: bool = True) -> dict[str, Interval]:
     """Return `eval/` name -> mean of after - before over the conditions with a value both times.
 
     The interval is a bootstrap over scenes, whose conditions share a source and are correlated. Its ends are NaN with
     fewer than `LEAST_SCENES`, of which a bootstrap gives intervals that are far too narrow. `eval/<name>_valid` are the
-    changes of the shares of conditions with a value.
+    changes of the shares of conditions with a value. Of `whole` tables, those at equal travel are as uncertain as the
+    line that was fitted to them.
     """
     then, now = common_rows(before, after)
     found: dict[str, Interval] = {}
@@ -26,8 +63,10 @@ def paired_changes(before: Table, after: Table, level: float = LEVEL) -> dict[st
         for ending, differences in (("", new - old), ("_valid", valid)):
             rows = [row for row, known in enumerate(differences.isfinite().tolist()) if known]
             if rows:
-                scenes = [after.scenes[now[row]] for row in rows]
-                change = mean_interval(differences[rows].tolist(), scenes, level=level, least=LEAST_SCENES)
+                scenes, own = [after.scenes[now[row]] for row in rows], differences[rows]
+                if whole and name.startswith(EQUAL) and not ending:
+                    own = _with_slope(own, (after.values[TRAVEL][now] - before.values[TRAVEL][then])[rows])
+                change = mean_interval(own.tolist(), scenes, level=level, least=LEAST_SCENES)
                 found[f"eval/{name}{ending}"] = change
     return found
 
@@ -42,7 +81,7 @@ def changes_by_camera(before: Table, after: Table) -> dict[str, dict[str, list[f
     level = 1 - (1 - LEVEL) / max(1, len(parts))
     found = {}
     for kind, part in parts.items():
-        changes = paired_changes(before, part, level)
+        changes = paired_changes(before, part, level, whole=False)
         found[kind] = {name: [one.mean, one.low, one.high] for name, one in changes.items() if math.isfinite(one.low)}
     return {kind: known for kind, known in found.items() if known}
 

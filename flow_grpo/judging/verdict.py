@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from flow_grpo.judging.changes import LEAST_SCENES
+from flow_grpo.judging.changes import EQUAL, LEAST_SCENES
 from flow_grpo.judging.table import Table, common_rows
 from flow_grpo.maths.bootstrap import Interval
 
@@ -158,11 +158,13 @@ def deciding(
     """Return those of the held-out metrics `eval/...` that decide the verdict.
 
     These measure camera, picture or agreement with the true view; where there are none, such as for prompts, the
-    rewards that were measured only. What a trained reward measures never decides, nor do `twins`.
+    rewards that were measured only. What a trained reward measures never decides, nor do `twins`, nor what is measured
+    at equal travel as well.
     """
     taken = tuple(f"eval/{name}_" for name in trained)
     free = [name for name in names if direction(name, rewards) and not f"{name}_".startswith(taken)]
     free = [name for name in free if name.removesuffix("_valid") not in twins]
+    free = [name for name in free if name.replace("eval/", f"eval/{EQUAL}", 1) not in names]
     return [name for name in free if aspect(name) != OTHER] or free
 
 

@@ -142,6 +142,7 @@ MEASURES = (
     Metric("<where>/<reward>_shake_deg", "unsteadiness of the camera's rotation beyond the command", "degrees a step"),
     Metric("<where>/<reward>_shake_m", "unsteadiness of the camera's path beyond the command", "m a step"),
     Metric("<where>/<reward>_found_path_psnr_db", "PSNR to the room from the cameras found", "dB"),
+    Metric("<where>/<reward>_camera_travel", "mean distance of the cameras found from the first view", "m"),
     Metric("<where>/<reward>_psnr_db", "peak signal-to-noise ratio to the true view", "dB"),
     Metric("<where>/<reward>_ssim", "structural similarity to the true view, 1 at most"),
     Metric("<where>/<reward>_displacement", "shift from the true view, in picture widths"),
@@ -309,14 +310,25 @@ _EVAL = (
     ),
     Metric(
         "eval/residual",
-        "rms colour error that the gold estimator's poses leave, colours in 0..1; holds or falls",
-        advice="rising: training spoils the picture, which a better camera hides in `eval/target_view_psnr_db`",
+        "rms colour error that the gold estimator's poses leave, colours in 0..1; grows with `eval/camera_travel`",
     ),
     Metric(
         "eval/found_path_psnr_db",
-        "peak signal-to-noise ratio to the room as filmed on the path that the gold estimator found; holds or rises",
+        "peak signal-to-noise ratio to the room as filmed on the path that the gold estimator found; falls as "
+        "`eval/camera_travel` grows",
         "dB",
-        advice="as for `eval/residual`",
+    ),
+    Metric("eval/camera_travel", "mean distance of the cameras found from the first view", "m"),
+    Metric(
+        "eval/equal_travel_residual",
+        "`eval/residual`, less what the change of `eval/camera_travel` explains; holds or falls",
+        advice="rising: training spoils the picture, which a better camera hides in `eval/target_view_psnr_db`",
+    ),
+    Metric(
+        "eval/equal_travel_found_path_psnr_db",
+        "`eval/found_path_psnr_db`, likewise; holds or rises",
+        "dB",
+        advice="as for `eval/equal_travel_residual`",
     ),
     Metric("eval/located", "frames that the gold estimator can locate", "share"),
     Metric(

@@ -28,7 +28,7 @@ from flow_grpo.algorithm.update.updater import Updater
 from flow_grpo.cost.forward_count import ForwardCount
 from flow_grpo.data.splits import Split
 from flow_grpo.judging import power
-from flow_grpo.judging.changes import as_metrics, paired_changes
+from flow_grpo.judging.changes import as_metrics, at_equal_travel, paired_changes
 from flow_grpo.judging.evaluate import Evaluation, Evaluator
 from flow_grpo.judging.reward_signal import NoSignalError, Signal, measure_signal
 from flow_grpo.judging.stop_rules import BrokenPolicyError, broken, check_measured
@@ -317,6 +317,8 @@ class Trainer:
         if self._evaluated is None or self._evaluated[0] != step:
             self.ledger.book("time/log_s")
             evaluation = self.evaluator.run(self.weights())
+            table = at_equal_travel(self.state.table_before or evaluation.table, evaluation.table)
+            evaluation = dataclasses.replace(evaluation, table=table)
             beside = self._signal() | self._on_fixed_conditions() | {"time/evaluation_s": self.ledger.since()}
             with self.world.sync_errors("logging"):
                 held_out = evaluation.metrics | means_by_camera(evaluation.table)

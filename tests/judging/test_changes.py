@@ -3,8 +3,16 @@
 import math
 
 import pytest
+import torch
 
-from flow_grpo.judging.changes import LEAST_SCENES, as_metrics, changes_by_camera, paired_changes, with_intervals
+from flow_grpo.judging.changes import (
+    LEAST_SCENES,
+    as_metrics,
+    at_equal_travel,
+    changes_by_camera,
+    paired_changes,
+    with_intervals,
+)
 from flow_grpo.judging.table import Table
 from flow_grpo.maths.bootstrap import LEVEL, Interval, mean_interval
 
@@ -75,3 +83,43 @@ def test_metrics_are_followed_by_the_intervals_there_are():
     assert with_intervals(after, {}) == after
     wanted = {"eval_change/a": 0.4, "eval_change/a_low": 0.1, "eval_change/a_high": 0.7}
     assert as_metrics(changes, list(after)) == wanted
+
+
+@pytest.mark.parametrize("damage", [0.0, 0.4])
+def test_a_picture_is_compared_at_equal_travel(damage):
+    draws = torch.Generator().manual_seed(0)
+    before, after, scenes = [], [], 20
+    for number in range(6 * scenes):
+        start, moved, noise, other = torch.randn(4, generator=draws, dtype=torch.float64).tolist()
+        went = 0.2 + 0.1 * moved  # farther in the mean, which costs 4 dB a metre
+        values = {"camera_travel": 1.0, "found_path_psnr_db": 27 + start, "residual": 0.04}
+        before.append(row(number % scenes, number // scenes, **values))
+        psnr = 27 + start - 4 * went - damage + 0.2 * noise
+        values = {"camera_travel": 1.0 + went, "found_path_psnr_db": psnr, "residual": 0.04 + 1e-4 * other}
+        after.append(row(number % scenes, number // scenes, **values))
+    first, last = Table.of_rows(before), Table.of_rows(after)
+    assert torch.equal(at_equal_travel(first, first).values["equal_travel_residual"], first.values["residual"])
+    first, last = at_equal_travel(first, first), at_equal_travel(first, last)
+    found = paired_changes(first, last)
+    assert found["eval/found_path_psnr_db"].high < -0.6
+    change = found["eval/equal_travel_found_path_psnr_db"]
+    assert change.low < -damage < change.high and change.high - change.low < 0.4
+    assert (change.high < 0) == bool(damage)
+    # The line is fitted to 120 points two of its spreads away from where it is read.
+    known = paired_changes(first, last, whole=False)["eval/equal_travel_found_path_psnr_db"]
+    assert change.mean == pytest.approx(known.mean) and change.high - change.low > 1.5 * (known.high - known.low)
+    deviations = (last.values["equal_travel_found_path_psnr_db"] - first.values["found_path_psnr_db"]).std()
+    expected = 2 * 1.96 * math.sqrt(1 + 4) * float(deviations) / math.sqrt(120)
+    assert change.high - change.low == pytest.approx(expected, rel=0.35)
+
+
+def test_without_travel_in_both_tables_nothing_is_compared_at_equal_travel():
+    old, new = Table.of_rows([row(0, 0, residual=1.0)]), Table.of_rows([row(0, 0, residual=1.0, camera_travel=2.0)])
+    assert at_equal_travel(old, new) is new and at_equal_travel(new, old) is old
+
+
+def test_a_condition_without_a_camera_has_no_value_at_equal_travel():
+    lost = {"camera_travel": math.nan, "found_path_psnr_db": 20.0, "residual": 1.0}
+    rows = [row(n, 0, camera_travel=0.1 * n, found_path_psnr_db=20.0, residual=1.0) for n in range(6)]
+    table = at_equal_travel(Table.of_rows(rows), Table.of_rows([row(0, 0, **lost), *rows[1:]]))
+    assert table.values["equal_travel_residual"].isfinite().tolist() == [False] + 5 * [True]

@@ -37,6 +37,8 @@ def change(mean: float, half: float = 0.1) -> Interval:
         ("eval/smooth_shake_deg", -1, "other rewards"),  # a static camera does not tremble
         ("eval/remote:judge_valid", 1, "other rewards"),
         ("eval/residual_valid", 1, "picture"),
+        ("eval/equal_travel_found_path_psnr_db", 1, "picture"),
+        ("eval/camera_travel", 0, "other rewards"),
     ],
 )
 def test_a_metric_has_a_direction_and_an_aspect(name, sign, part):
@@ -70,6 +72,12 @@ def test_a_better_camera_with_a_spoiled_picture_is_mixed_and_the_verdict_says_wh
         "picture worse (residual 0.0348 → 0.0402)"
     )
     assert set(verdict.deciding) == {"eval/rot_err_deg", "eval/trans_err_m", "eval/residual"}
+
+
+def test_a_measure_does_not_decide_where_it_is_known_at_equal_travel():
+    verdict = judged(DEMO | {"eval/equal_travel_residual": (0.0001, 0.0005, 0.0348)})
+    assert verdict.overall == "better" and verdict.metrics["eval/residual"] == "worse"
+    assert "eval/residual" not in verdict.deciding and "eval/equal_travel_residual" in verdict.deciding
 
 
 def test_where_only_what_was_trained_rises_the_run_is_unclear():

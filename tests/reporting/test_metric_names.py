@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from flow_grpo.judging.changes import OF_TRAVEL
 from flow_grpo.reporting import metric_names
 from flow_grpo.reporting.metric_names import METRICS, PLACEHOLDERS, healthy_text, metric_of, page
 from flow_grpo.rewards.base import REWARDS
@@ -53,6 +54,7 @@ def test_a_name_of_a_family_finds_its_own_entry(metric: metric_names.Metric) -> 
 
 
 MADE_OF_PIECES = {"dyn/reward_mean_before": "dyn/reward_mean_", "dyn/reward_mean_after": "dyn/reward_mean_"}
+MADE_OF_PIECES |= {f"eval/equal_travel_{name}": "eval/equal_travel_" for name in OF_TRAVEL}
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)

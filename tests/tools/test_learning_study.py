@@ -13,7 +13,7 @@ from flow_grpo.settings.loading import load_config
 from tools import learning_study as study
 from tools.study.scaled_recam import scaled
 
-MEASURES = list(study.MEASURES)
+MEASURES = [*study.MEASURES, study.TRAVEL]
 KINDS = {"labelled": "pan_left", "unlabelled": "far_arc_left", "unseen": "crane_up"}
 
 

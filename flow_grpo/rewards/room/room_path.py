@@ -2,7 +2,7 @@
 
 A picture's displacement cannot tell a turn from a shift, a comparison with the known room can. The estimator is not
 `room_pose`, so that a policy cannot learn that one's mistakes: it starts from random guesses instead of a grid, follows
-the path from its known beginning, and leaves out frame 0, which hardly moves.
+the path from its known beginning, and looks at every other frame only.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def guesses() -> Tensor:
 
 
 def scored_frames(frames: int) -> list[int]:
-    """Return which of T frames are located: up to four, evenly spread, the first only if it is alone."""
-    located = min(frames - 1, MOST_LOCATED)
-    return [round((number + 1) * (frames - 1) / located) for number in range(located)] or [0]
+    """Return which of T frames are located: every other one, four at most, the first only if it is alone."""
+    located = min((frames - 1) // 2, MOST_LOCATED) or 1
+    return [round((number + 1) * (frames - 1) / located) for number in range(located)]
 
 
 @torch.no_grad()
@@ -117,7 +117,7 @@ shared_estimator = functools.cache(PathEstimator)  # that all rewards of this pr
 
 
 class RoomPathReward:
-    """Base of the three rewards: the mean over the frames after the first.
+    """Base of the three rewards: the mean over the `scored_frames`.
 
     A video with a frame that cannot be located, for no view of the room explains half its variance, is not valid.
     `info`: `residual`, the rms colour error in [0, 1] that the best poses leave.
@@ -152,7 +152,7 @@ class RoomRot(RoomPathReward):
     """value = minus the mean angle in degrees between commanded and found camera axes."""
 
     name = "room_rot"
-    floor = 0.25  # standard deviation of the value over codec reconstructions of 160 exact videos
+    floor = 0.25  # below 0.38, the standard deviation of the value over codec reconstructions of 160 exact videos
 
     def of_frames(self, commanded: Tensor, found: RoomPoses) -> Tensor:
         """Return minus the rotation errors (B, F) in degrees."""
@@ -163,7 +163,7 @@ class RoomTrans(RoomPathReward):
     """value = minus the mean distance in metres between commanded and found camera centres."""
 
     name = "room_trans"
-    floor = 0.015  # likewise
+    floor = 0.015  # likewise below 0.021
 
     def of_frames(self, commanded: Tensor, found: RoomPoses) -> Tensor:
         """Return minus the distances (B, F) in metres."""

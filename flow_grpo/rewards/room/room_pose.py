@@ -108,15 +108,23 @@ class RoomPose:
     """Closeness of the camera to its command: an optional reward, and the tiny world's reference metric.
 
     The value is `closeness`. A frame is lost if no pose explains half its variance, so that an empty picture never
-    beats a wrong camera. `info`: what comes with the value, and two measures of the picture that a better camera does
-    not change: `residual`, the colour error that no pose, blur and contrast explain, and `found_path_psnr_db` of the
-    video to the room as filmed on the path that was found, blur and contrast included.
+    beats a wrong camera. `info`: what comes with the value, two measures of the picture wherever the camera is:
+    `residual`, the colour error that no pose, blur and contrast explain, and `found_path_psnr_db` of the video to the
+    room as filmed on the path that was found, blur and contrast included; and `camera_travel`, the mean distance of the
+    cameras found from the reference in metres, since a picture is the worse the farther its camera went.
     """
 
     name = "room_pose"
     needs = ("target_poses",)
     floor = 0.02  # about 1.5 cm and 0.2 degrees: half of what a codec's blur moves the estimate
-    measures: tuple[str, ...] = ("rot_err_deg", "trans_err_m", "residual", "found_path_psnr_db", "located")
+    measures: tuple[str, ...] = (
+        "rot_err_deg",
+        "trans_err_m",
+        "residual",
+        "found_path_psnr_db",
+        "located",
+        "camera_travel",
+    )
 
     def __init__(self, data_root: str | Path) -> None:
         self.data_root = Path(data_root)
@@ -130,7 +138,8 @@ class RoomPose:
             found = estimate_poses(videos[rows], viewpoints)
             commanded = torch.stack([conditions[row].need_poses() for row in rows])
             value, info = closeness(commanded, found.poses, found.lost)
-            return value, info | {"residual": found.residual.mean(-1), "found_path_psnr_db": found.psnr.mean(-1)}
+            picture = {"residual": found.residual.mean(-1), "found_path_psnr_db": found.psnr.mean(-1)}
+            return value, info | picture | {"camera_travel": found.poses[..., :3, 3].norm(dim=-1).mean(-1).float()}
 
         return scored_rows(causes, self.measures, score)
 

@@ -166,7 +166,7 @@ class RoomTracks(RoomPose):
     """Closeness of the camera to its command by followed points: the furnished world's reference metric.
 
     A frame whose points are lost counts as if the camera stood still since the last one that was located, and scores
-    both caps. `info`: what comes with `closeness`; the two measures of the picture by `room_pose`; and as a second
+    both caps. `info`: what comes with `closeness`; picture and travel by `room_pose`; and as a second
     opinion that one's errors, `rendered_rot_err_deg` and `rendered_trans_err_m`.
     """
 
