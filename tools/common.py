@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import NoReturn, get_args
 
 from flow_grpo.settings.schema import KNOBS  # flow_grpo before torch, which else loads any accelerator plug-in
 
 DTYPES = sorted(get_args(KNOBS["model.dtype"].kind))  # the names of flow_grpo/runtime/device.py, which needs torch
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that names the options which those that it does not know are most like."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message, and exit with code 2."""
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        close = [difflib.get_close_matches(word.partition("=")[0], known, n=1) for word in unknown]
+        meant = ", ".join(name for names in close for name in names)
+        self.refuse(f"{message} (did you mean {meant}?)" if meant else message)
+
+    def refuse(self, message: str) -> NoReturn:
+        """End the program with a message, as `ArgumentParser.error` does."""
+        super().error(message)
 
 
 def make_parser(doc: str | None, *, recipe: bool = False) -> argparse.ArgumentParser:
@@ -18,7 +35,7 @@ def make_parser(doc: str | None, *, recipe: bool = False) -> argparse.ArgumentPa
 
     With `recipe` it has a required --config FILE:RECIPE, whose overrides are what `parse_known_args` leaves over.
     """
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if recipe:
         help_text = "recipe, such as config/grpo.py:tiny_recam; --config.section.knob=value overrides may follow"
         parser.add_argument("--config", required=True, metavar="FILE:RECIPE", help=help_text)

@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from flow_grpo.judging.table import Table, common_rows
+from flow_grpo.judging.table import EQUAL, Table, common_rows
 from flow_grpo.maths.bootstrap import LEVEL, Interval, mean_interval
 
 LEAST_SCENES = 5  # for an interval
 TRAVEL = "camera_travel"  # metres
 OF_TRAVEL = ("residual", "found_path_psnr_db")  # what a picture loses as the camera goes farther
-EQUAL = "equal_travel_"
 
 
 def at_equal_travel(before: Table, after: Table) -> Table:
@@ -47,13 +46,13 @@ def _with_slope(changes: Tensor, moved: Tensor) -> Tensor:
     return mean + (1 - moved.mean() * around / around.square().mean().clamp_min(1e-12)) * (changes - mean)
 
 
-def paired_changes(before: Table, after: Table, level: float = LEVEL, *, whole: bool = True) -> dict[str, Interval]:
+def paired_changes(before: Table, after: Table, level: float = LEVEL) -> dict[str, Interval]:
     """Return `eval/` name -> mean of after - before over the conditions with a value both times.
 
     The interval is a bootstrap over scenes, whose conditions share a source and are correlated. Its ends are NaN with
     fewer than `LEAST_SCENES`, of which a bootstrap gives intervals that are far too narrow. `eval/<name>_valid` are the
-    changes of the shares of conditions with a value. Of `whole` tables, those at equal travel are as uncertain as the
-    line that was fitted to them.
+    changes of the shares of conditions with a value. Those at equal travel are as uncertain as the line that was
+    fitted to these rows.
     """
     then, now = common_rows(before, after)
     found: dict[str, Interval] = {}
@@ -64,7 +63,7 @@ def paired_changes(before: Table, after: Table, level: float = LEVEL, *, whole: 
             rows = [row for row, known in enumerate(differences.isfinite().tolist()) if known]
             if rows:
                 scenes, own = [after.scenes[now[row]] for row in rows], differences[rows]
-                if whole and name.startswith(EQUAL) and not ending:
+                if name.startswith(EQUAL) and not ending:
                     own = _with_slope(own, (after.values[TRAVEL][now] - before.values[TRAVEL][then])[rows])
                 change = mean_interval(own.tolist(), scenes, level=level, least=LEAST_SCENES)
                 found[f"eval/{name}{ending}"] = change
@@ -81,7 +80,7 @@ def changes_by_camera(before: Table, after: Table) -> dict[str, dict[str, list[f
     level = 1 - (1 - LEVEL) / max(1, len(parts))
     found = {}
     for kind, part in parts.items():
-        changes = paired_changes(before, part, level, whole=False)
+        changes = paired_changes(before, at_equal_travel(before, part), level)  # with a line of its own
         found[kind] = {name: [one.mean, one.low, one.high] for name, one in changes.items() if math.isfinite(one.low)}
     return {kind: known for kind, known in found.items() if known}
 

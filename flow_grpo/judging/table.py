@@ -12,6 +12,8 @@ from torch import Tensor
 
 from flow_grpo.algorithm.groups.metrics import pooled
 
+EQUAL = "equal_travel_"  # columns by a line that is fitted to all rows: `changes.at_equal_travel`
+
 
 @dataclasses.dataclass(frozen=True)
 class Table:
@@ -96,6 +98,14 @@ def common_rows(before: Table, after: Table) -> tuple[list[int], list[int]]:
 
 
 def means_by_camera(table: Table) -> dict[str, float]:
-    """Return `eval_by_camera/<camera>/<name>` -> mean or share for every kind of camera, rare kinds pooled."""
+    """Return `eval_by_camera/<camera>/<name>` -> mean or share for every kind of camera, rare kinds pooled.
+
+    Columns at equal travel are left out: the line is that of all kinds together.
+    """
     kinds = {kind: part.means() | part.shares() for kind, part in table.by_camera().items()}
-    return {f"eval_by_camera/{kind}/{name}": value for kind, found in kinds.items() for name, value in found.items()}
+    return {
+        f"eval_by_camera/{kind}/{name}": value
+        for kind, found in kinds.items()
+        for name, value in found.items()
+        if not name.startswith(EQUAL)
+    }

@@ -10,8 +10,8 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from flow_grpo.judging.changes import EQUAL, LEAST_SCENES
-from flow_grpo.judging.table import Table, common_rows
+from flow_grpo.judging.changes import LEAST_SCENES
+from flow_grpo.judging.table import EQUAL, Table, common_rows
 from flow_grpo.maths.bootstrap import Interval
 
 TRUE_VIEW = "target_view"  # to the true view: measured in every evaluation that has one
@@ -187,7 +187,7 @@ def worse_by_camera(
     for kind, changes in by_camera.items():
         for name in (name for name in names if name in changes):
             (mean, low, high), short = changes[name], name.removeprefix("eval/")
-            value = before.get(f"eval_by_camera/{kind}/{short}")
+            value = before.get(f"eval_by_camera/{kind}/{short.removeprefix(EQUAL)}")
             if word_of(name, (mean, low, high), rewards, value, floors.get(name)) == "worse":
                 text = f"{kind} {short} {mean:+.4g} [{low:+.4g}, {high:+.4g}]"
                 found.append((abs(mean) / (high - low) if high > low else math.inf, text))

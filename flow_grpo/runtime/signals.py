@@ -44,8 +44,7 @@ class EndRequest:
                 os.kill(os.getpid(), number)
             return
         self.signal, self._received_at = signal.Signals(number).name, time.monotonic()
-        text = (
-            f"{self.signal}: the run ends after this epoch, saved; after {REPEAT_S:.0f} s once more ends it at once\n"
-        )
+        once_more = f"after {REPEAT_S:.0f} s once more ends it at once"
+        text = f"{self.signal}: the run ends after this epoch or evaluation, saved; {once_more}\n"
         with contextlib.suppress(OSError):  # stderr may be closed
             os.write(2, text.encode())  # not print: the handler may have interrupted one

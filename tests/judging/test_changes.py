@@ -13,7 +13,7 @@ from flow_grpo.judging.changes import (
     paired_changes,
     with_intervals,
 )
-from flow_grpo.judging.table import Table
+from flow_grpo.judging.table import Table, means_by_camera
 from flow_grpo.maths.bootstrap import LEVEL, Interval, mean_interval
 
 
@@ -105,12 +105,15 @@ def test_a_picture_is_compared_at_equal_travel(damage):
     change = found["eval/equal_travel_found_path_psnr_db"]
     assert change.low < -damage < change.high and change.high - change.low < 0.4
     assert (change.high < 0) == bool(damage)
-    # The line is fitted to 120 points two of its spreads away from where it is read.
-    known = paired_changes(first, last, whole=False)["eval/equal_travel_found_path_psnr_db"]
-    assert change.mean == pytest.approx(known.mean) and change.high - change.low > 1.5 * (known.high - known.low)
-    deviations = (last.values["equal_travel_found_path_psnr_db"] - first.values["found_path_psnr_db"]).std()
-    expected = 2 * 1.96 * math.sqrt(1 + 4) * float(deviations) / math.sqrt(120)
+    # The line is fitted to 120 points two of its spreads away from where it is read: its slope counts four times.
+    deviations = last.values["equal_travel_found_path_psnr_db"] - first.values["found_path_psnr_db"]
+    expected = 2 * 1.96 * math.sqrt(1 + 4) * float(deviations.std()) / math.sqrt(120)
     assert change.high - change.low == pytest.approx(expected, rel=0.35)
+    kinds = changes_by_camera(first, last)
+    alone = at_equal_travel(first.by_camera()["cam03"], last.by_camera()["cam03"])
+    own = paired_changes(first, alone, 1 - 0.05 / 6)["eval/equal_travel_residual"]
+    assert kinds["cam03"]["eval/equal_travel_residual"] == [own.mean, own.low, own.high]
+    assert not any("equal_travel" in name for name in means_by_camera(last))
 
 
 def test_without_travel_in_both_tables_nothing_is_compared_at_equal_travel():

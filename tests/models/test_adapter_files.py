@@ -109,6 +109,8 @@ def test_an_adapter_of_another_model_or_with_a_missing_or_damaged_file_is_refuse
         adapter_files.load_adapter(other, folder)
     config = {name: value for name, value in tiny_transformer().config.items() if not name.startswith("_")}
     wider = ReCamTransformer3DModel(**{**config, "num_attention_heads": 3})
+    with pytest.raises(ValueError, match=r"holds a transformer that differs from this one in the size of \d+ \(blocks"):
+        adapter_files.load_adapter(tiny_transformer(), saved(wider, tmp_path / "wider"))
     with pytest.raises(ValueError, match="places for 0"):
         adapter_files.load_adapter(wider, folder)
     assert not adapters.has_lora(wider)

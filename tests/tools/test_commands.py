@@ -52,3 +52,11 @@ def test_a_command_shows_its_help_from_any_directory_before_it_imports_torch(tmp
 def test_a_command_refuses_a_misspelt_knob_before_it_imports_torch(tmp_path, name):
     done = without_torch(tmp_path, name, f"--config={ROOT}/config/grpo.py:tiny_recam", "--config.sample.kk", "--out=x")
     assert done.returncode == 2 and "no such knob" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "meant"), [("watch", "--evry=3", "--every"), ("generate", "--cameras", "--camera")]
+)
+def test_a_command_names_the_option_that_a_misspelt_one_is_most_like(tmp_path, name, word, meant):
+    done = without_torch(tmp_path, name, "run" if name == "watch" else "--model=x", word)
+    assert done.returncode == 2 and f"(did you mean {meant}?)" in done.stderr

@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 
 from config.base import get_config
 from config.grpo import WAN_NEGATIVE_PROMPT
-from tools.common import DTYPES
+from tools.common import DTYPES, Parser
 
 
-class Parser(argparse.ArgumentParser):
+class GenerateParser(Parser):
     """A parser that raises ValueError instead of printing the usage and exiting."""
 
-    def error(self, message: str) -> NoReturn:
+    def refuse(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
@@ -87,7 +87,7 @@ def of_run(folder: Path) -> dict[str, Any]:
 
 def command_line(doc: str | None) -> Parser:
     defaults = get_config()
-    parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = GenerateParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--run", type=Path, help="folder of a run, outputs/NAME: the options below that are not given are its own")
     add("--source", type=Path, nargs="+", action="extend", help="videos, or folders of videos")

@@ -125,7 +125,10 @@ def side_by_side(runs: Sequence[Run]) -> dict[str, Any]:
         if run.summary is None:
             without.append(f"{run.name} is left out: it has no summary.json, so it does not say how it was measured.")
         elif differ:
-            without.append(f"{run.name} is left out: it was measured otherwise than {first.name}, with {message}.")
+            without.append(
+                f"{run.name} is left out: it was measured otherwise than {first.name}, with {message}. "
+                "Only runs that were measured on the same conditions in the same way can be compared."
+            )
         else:
             same.append(run)
     measured = [{change.name: change for change in held_out(run)} for run in same]

@@ -210,7 +210,14 @@ def load_adapter(
         ValueError: the folder holds neither, a file is missing or damaged, or an adapter does not fit this transformer.
     """
     if not lora_file(Path(folder)).is_file():
-        return load_transformer(type(transformer), folder, dtype)
+        other = load_transformer(type(transformer), folder, dtype)
+        ours, theirs = ({n: t.shape for n, t in one.state_dict().items()} for one in (transformer, other))
+        if differ := [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)]:
+            raise ValueError(
+                f"adapter of another model: {folder} holds a transformer that differs from this one in the size of "
+                f"{summarize(sorted(differ))}; use the model it was trained from"
+            )
+        return other
     stored, settings = read_lora(Path(folder))
     fitting = [name for name, tensor in stored.items() if _fits(transformer, name, tensor)]
     if len(fitting) == len(stored):

@@ -57,7 +57,7 @@ def load_transformer(
     if found != network.__name__:
         raise ValueError(
             f"checkpoint of another model: {folder} holds {found}, expected {network.__name__}; convert the model's "
-            "checkpoint first, or set the model.kind that it is of"
+            "checkpoint first, or set the kind that it is of (model.kind, --kind)"
         )
     model: TransformerType | None = None
     from_pretrained: Any = network.from_pretrained  # its type knows nothing of the loading info
