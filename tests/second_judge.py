@@ -9,10 +9,10 @@ from scipy.optimize import least_squares
 from scipy.spatial.transform import Rotation
 
 Array = NDArray[np.float64]
-BLOCK = 4  # pixels are compared as means of blocks
+BLOCK = 4  # pixels are compared as means of blocks; 2 for the demo
 RAYS = 3  # per block and axis
 STARTS = 3000
-REFINED = 4
+REFINED = 6
 
 
 def sight(room: dict, camera: Array, time: float, rays: Array) -> Array:
@@ -56,6 +56,7 @@ def find_camera(room: dict, start: Array, frame: Array, time: float, focal: floa
     """
     height, width = frame.shape[1:]
     rows, columns = height // BLOCK, width // BLOCK
+    every = rows // 4
     picture = frame.reshape(3, rows, BLOCK, columns, BLOCK).mean(axis=(2, 4)).transpose(1, 2, 0)
     offsets = (np.arange(RAYS) + 0.5) / RAYS * BLOCK
     y = (BLOCK * np.arange(rows)[:, None] + offsets).ravel() - height / 2
@@ -74,9 +75,9 @@ def find_camera(room: dict, start: Array, frame: Array, time: float, focal: floa
         return (seen - picture - (seen - picture).mean(axis=(0, 1))).ravel()
 
     def coarse_error(six: Array) -> float:
-        rays = grid[RAYS // 2 :: 4 * RAYS, RAYS // 2 :: 4 * RAYS]  # the middle of every fourth block
+        rays = grid[RAYS // 2 :: every * RAYS, RAYS // 2 :: every * RAYS]  # the middle of some blocks
         seen = sight(room, posed(six), time, rays.reshape(-1, 3)).reshape(*rays.shape[:2], 3)
-        apart = seen - picture[::4, ::4]
+        apart = seen - picture[::every, ::every]
         return float(np.square(apart - apart.mean(axis=(0, 1))).mean())
 
     draw = np.random.default_rng(0)

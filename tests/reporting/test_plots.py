@@ -41,10 +41,10 @@ def test_held_out_metrics_stand_before_the_rewards_and_those_before_the_run_s_he
         data[step] |= {"policy/clip_fraction": 0.0, "policy/ratio_mean": 1.0, "policy/ratio_after_max_abs_log": 1e-3}
     axes = drawn(data)
     assert list(axes) == [
-        *("eval/trans_err_m: 0.5 → 0.25", "reward/a_mean"),
+        *("eval/trans_err_m", "reward/a_mean"),
         *("signal", "ratio and clip fraction", "gradient norm", "time of an epoch"),
     ]
-    assert list(axes["eval/trans_err_m: 0.5 → 0.25"].lines[0].get_xdata()) == [0, 3]
+    assert list(axes["eval/trans_err_m"].lines[0].get_xdata()) == [0, 3]
 
 
 def curves(path: Path, data: dict[int, dict[str, float]], **given: Any) -> Any:
@@ -58,7 +58,7 @@ def test_a_reward_without_weight_is_measured_and_not_drawn() -> None:
     data = rows(3)
     for step in (1, 2, 3):
         data[step] |= {"reward/b_mean": 2.0, "reward/b_weight": 0.0, "reward/mean": 0.1}
-    assert list(drawn(data)) == ["eval/trans_err_m: 0.5 → 0.25", "reward/a_mean"]
+    assert list(drawn(data)) == ["eval/trans_err_m", "reward/a_mean"]
     unknown = {step: {name: row[name] for name in row if "weight" not in name} for step, row in data.items()}
     assert len(drawn(unknown)) == 3  # of an earlier version: every reward, without their sum
 
@@ -94,7 +94,7 @@ def test_epochs_are_also_counted_in_minutes_and_forwards_and_a_title_says_which_
     assert figure.get_supxlabel() == (
         "epoch   (4 epochs: 10 minutes of training, 4,000 forward equivalents of the network)"
     )
-    assert figure.axes[0].get_title(loc="left") == "eval/trans_err_m: 0.5 → 0.25\nlower is better"
+    assert figure.axes[0].get_title(loc="left") == "eval/trans_err_m\n0.5 → 0.25, lower is better"
     (above,) = figure.axes[0].child_axes
     ticks = dict(zip([text.get_text() for text in above.get_xticklabels()], above.get_xticks(), strict=True))
     assert ticks["10"] == pytest.approx(4) and ticks["6"] == pytest.approx(3) and ticks["0"] == pytest.approx(0)

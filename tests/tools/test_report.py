@@ -64,7 +64,7 @@ def plain(html):
         "Camera better (trans_err_m 0.25 → 0.15), picture worse (residual 0.0348 → 0.041). "
         "Measured on 8 held-out conditions. "
         "Worse for a kind of camera: zoom_in trans_err_m +0.05 [+0.01, +0.09]. "
-        "The run ended by max_minutes after epoch 40 of 130.",
+        "The run ended by max_minutes after epoch 40 of 120.",
         # The meaning is read, not hovered over.
         "trans_err_m m distance from the commanded camera by the estimator that no reward uses ( eval.gold ); falls "
         "0.250 0.150 −0.100 −40 % −0.120 to −0.080 0.04 better",
@@ -131,11 +131,11 @@ def test_a_run_that_still_trains_shows_what_there_is(run):
     (run / "metrics.jsonl").write_text("\n".join(lines[:30]) + "\n" + lines[31][:50])  # a line is being written
     text = page_of(run)
     assert (
-        "no verdict The run has no verdict in a summary.json: it is still training, or ended early. 28 of 130" in text
+        "no verdict The run has no verdict in a summary.json: it is still training, or ended early. 28 of 120" in text
     )
     assert "falls 0.250 0.200" in text
     change(run / "starts/001.json", ended_by="SIGINT")
-    assert "The run has no verdict in a summary.json: it was ended by SIGINT after epoch 28 of 130." in page_of(run)
+    assert "The run has no verdict in a summary.json: it was ended by SIGINT after epoch 28 of 120." in page_of(run)
     assert "The run has no videos/index.jsonl, so no video is shown here" in text
     # Before any evaluation there is a page as well.
     (run / "metrics.jsonl").write_text('{"step": 1, "reward/room_rot_mean": -1.0, "train/loss": null}\n')
@@ -293,8 +293,8 @@ def test_no_file_outside_of_videos_is_read(run):
 def test_the_curves_are_those_of_curves_png(drawn):
     titles = re.findall(r"<figcaption><b>([^<]*)</b><small>([^<]*)</small></figcaption><svg", drawn)
     assert titles[1:4] == [
-        ("eval/target_view_psnr_db: 24 → 25", "higher is better"),
-        ("eval/trans_err_m: 0.25 → 0.15", "lower is better"),
+        ("eval/target_view_psnr_db", "24 → 25, higher is better"),
+        ("eval/trans_err_m", "0.25 → 0.15, lower is better"),
         ("reward/room_rot_mean", "higher is better"),
     ]
     assert ("time of an epoch", "by phase") in titles
@@ -330,14 +330,14 @@ def test_the_knobs_in_which_runs_differ_stand_in_a_table(tmp_path, run):
 def test_many_knobs_that_differ_stand_behind_a_fold(tmp_path, run):
     second = make_run(tmp_path / "second")
     config = json.loads((second / "config.json").read_text())
-    config["reward"]["weights"] = {f"mine_{place}": 1.0 for place in range(FIRST_KNOBS)}  # beside the recipe's three
+    config["reward"]["weights"] = {f"mine_{place}": 1.0 for place in range(FIRST_KNOBS)}  # beside the recipe's four
     (second / "config.json").write_text(json.dumps(config))
     change(second / "starts/001.json", config=config)
     report.main([str(run), str(second), "--out", str(run / "page.html")])
     html = (run / "page.html").read_text()
     table, fold = html[html.index('id="differences"') : html.index('id="side-by-side"')].split("<details>")
-    assert table.count("<tr>") == 1 + FIRST_KNOBS and fold.count("<tr>") == 1 + 3
-    assert "<summary>3 more</summary>" in fold
+    assert table.count("<tr>") == 1 + FIRST_KNOBS and fold.count("<tr>") == 1 + 4
+    assert "<summary>4 more</summary>" in fold
 
 
 def test_a_run_measured_otherwise_is_left_out_and_named_and_shares_no_axis(tmp_path, run, monkeypatch):

@@ -85,12 +85,11 @@ def panels_of_run(rows: Rows, direction: Direction, deciding: Deciding) -> list[
 
 def panel_of_metric(runs: Sequence[Rows], name: str, direction: Direction) -> EpochPlot:
     """Return the plot of a metric: of one run, which has values, or of several in the colours of `CYCLE`."""
-    title, alone = name, len(runs) == 1
     if name.startswith("eval/"):
         note = BETTER[direction(name)]
-        if alone:
+        if len(runs) == 1:
             values = points(runs[0], name)[1]
-            title = f"{name}: {values[0]:.4g} → {values[-1]:.4g}"
+            note = f"{values[0]:.4g} → {values[-1]:.4g}" + f", {note}" * bool(note)  # below: a name may fill the width
         elif len(runs) <= _MOST_BANDS:
             note += "; band: 95 % interval of the change"
     elif name.startswith("reward/"):
@@ -98,7 +97,7 @@ def panel_of_metric(runs: Sequence[Rows], name: str, direction: Direction) -> Ep
     else:
         known = metric_of(name)
         note = f"healthy: {healthy}" if known and (healthy := healthy_text(known)) else "steady is healthy"
-    return EpochPlot(title, note, [name], functools.partial(_draw_metric, runs=runs, name=name))
+    return EpochPlot(name, note, [name], functools.partial(_draw_metric, runs=runs, name=name))
 
 
 def worth_a_panel(names: Iterable[str], deciding: Deciding) -> list[str]:
