@@ -45,7 +45,7 @@ def assert_equal_runs(one: Path, other: Path, *, epochs: int) -> None:
     assert len(expected) == len(found) == epochs
     for own, others in zip(expected, found, strict=True):
         assert own["train/grad_norm"] > 0
-        assert others == pytest.approx(own, rel=1e-3, abs=1e-4)
+        assert others == pytest.approx(own, rel=2e-3, abs=1e-4)  # advantages divide rounding by the spread of a group
         assert others["policy/ratio_first_max_abs_log"] < 1e-6
     wanted, learnt = learned(one), learned(other)
     weights = {name for name in wanted if name.startswith(("trained/", "ema/"))}

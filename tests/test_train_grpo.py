@@ -56,6 +56,7 @@ SMALL = UNTUNED | {
     "sample.num_batches_per_epoch": 2,
     "sample.num_steps": 5,
     "sample.sde_steps": "0,1,2,3",
+    "model.boundary_ratio": 0.55,  # below the last of them
     "train.batch_size": 4,
     "reward.weights": "target_view=1,motion_mag=1",
     "eval.every": 0,

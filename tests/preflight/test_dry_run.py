@@ -60,7 +60,7 @@ def test_fake_shapes_are_those_of_the_real_policy():
         "model.trained=lora model.dtype=bf16 train.kl_coef=0.1",
         "model.trained=full train.guard=true train.updates_per_epoch=2 train.step_weight=none",
         "model.trained=full sample.share_prefix=false",
-        "model.trained=attention sample.sde_window=3",
+        "model.trained=attention sample.sde_window=5",
     ],
 )
 def test_the_update_reaches_every_trained_tensor(changes):
