@@ -357,25 +357,30 @@ def as_table(run: Record, group: str) -> Table:
 
 
 def draw(records: dict[str, list[Record]]) -> None:
-    """Draw every measure against F: mean over the seeds, and their range; variants without a curve as a level."""
-    worlds = [world for world in (ROOMS, DEMO) if any(runs[0]["recipe"] in world for runs in records.values())]
+    """Draw every measure against F: mean over the seeds, and their range; variants without a curve as a level.
+
+    Worlds without any curve are left out.
+    """
+    learned = {runs[0]["recipe"] for runs in records.values() if len(runs[0]["curve"]) > 1}
+    worlds = [world for world in (ROOMS, DEMO) if learned.intersection(world)]
     figure = new_figure(figsize=(4 * len(MEASURES), 3.5 * len(worlds)), layout="constrained")
     places = [(world, measure) for world in worlds for measure in MEASURES.items()]
     for place, (world, (measure, (title, _))) in enumerate(places, start=1):
         plot = figure.add_subplot(len(worlds), len(MEASURES), place)
-        for name, runs in records.items():
+        for number, (name, runs) in enumerate(records.items()):
             if runs[0]["recipe"] not in world:
                 continue
+            look = {"label": VARIANTS[name].title, "color": f"C{number}"}
             points = list(zip(*(run["curve"] for run in runs), strict=False))
             if len(points) > 1:
                 where = [fmean(point["forward_equivalents"] for point in same) / 1000 for same in points]
                 means = [fmean(point[measure] for point in same) for same in points]
-                (line,) = plot.plot(where, means, label=VARIANTS[name].title)
+                plot.plot(where, means, **look)
                 low, high = ([pick(point[measure] for point in same) for same in points] for pick in (min, max))
-                plot.fill_between(where, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+                plot.fill_between(where, low, high, color=look["color"], alpha=0.15, linewidth=0)
             else:
                 level = fmean(row[measure] for run in runs for row in run["rows"].values() if measure in row)
-                plot.axhline(level, linestyle="--", linewidth=1, label=VARIANTS[name].title)
+                plot.axhline(level, linestyle="--", linewidth=1, **look)
         plot.set(xlabel="thousand forward-equivalents", title=title)
         if measure == next(iter(MEASURES)):
             plot.legend(fontsize=7)
