@@ -22,6 +22,7 @@ SMALL = {
     "sample.num_steps": 8,
     "sample.sde_steps": "0,1,2,3",
     "sample.tail_steps": 2,
+    "reward.weights": "target_view=1,target_psnr=1",  # where a camera is found makes a thousandth of rounding
     "eval.every": 0,
     "eval.num_conditions": 2,
     "eval.num_steps": 2,
@@ -45,7 +46,7 @@ def assert_equal_runs(one: Path, other: Path, *, epochs: int) -> None:
     assert len(expected) == len(found) == epochs
     for own, others in zip(expected, found, strict=True):
         assert own["train/grad_norm"] > 0
-        assert others == pytest.approx(own, rel=2e-3, abs=1e-4)  # advantages divide rounding by the spread of a group
+        assert others == pytest.approx(own, rel=1e-3, abs=1e-4)
         assert others["policy/ratio_first_max_abs_log"] < 1e-6
     wanted, learnt = learned(one), learned(other)
     weights = {name for name in wanted if name.startswith(("trained/", "ema/"))}
