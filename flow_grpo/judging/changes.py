@@ -30,7 +30,7 @@ def at_equal_travel(before: Table, after: Table) -> Table:
     then, now = common_rows(before, after)
     moved = after.values[TRAVEL][now] - before.values[TRAVEL][then]
     values = dict(after.values)
-    for name in OF_TRAVEL:
+    for name in (name for name in OF_TRAVEL if name in before.values and name in after.values):
         change = after.values[name][now] - before.values[name][then]
         known = (moved + change).isfinite()
         around = moved[known] - moved[known].mean()

@@ -117,6 +117,8 @@ def test_a_picture_is_compared_at_equal_travel(damage):
 
 
 def test_without_travel_in_both_tables_nothing_is_compared_at_equal_travel():
+    own = Table.of_rows([row(0, 0, camera_travel=2.0)])  # of a judge that looks at cameras only
+    assert at_equal_travel(own, own).values.keys() == own.values.keys()
     old, new = Table.of_rows([row(0, 0, residual=1.0)]), Table.of_rows([row(0, 0, residual=1.0, camera_travel=2.0)])
     assert at_equal_travel(old, new) is new and at_equal_travel(new, old) is old
 
