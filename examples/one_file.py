@@ -62,7 +62,7 @@ STEPS, SHIFT = 8, 3.0  # denoising steps; a larger shift spends more of them on 
 NOISE_LEVEL = 0.7  # strength of a stochastic step's noise
 SDE_STEPS = (0, 1, 2, 3, 4)  # one of these is stochastic: the early ones decide how the camera moves
 BOUNDARY = 0.7  # noise level below which the weights before training answer: these keep the picture
-TAIL_STEPS = 3  # from the stochastic step to the clean video, instead of the 2 to 7 that the schedule has left
+TAIL_STEPS = 3  # from the stochastic step to the clean video, instead of the 3 to 7 that the schedule has left
 
 # Minus the errors of turning and of moving; PSNR in dB to the room from wherever the camera is, and to the true view.
 WEIGHTS = {"room_rot": 1.0, "room_trans": 1.0, "room_content": 1.0, "target_psnr": 1.0}

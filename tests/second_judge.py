@@ -1,4 +1,4 @@
-"""A second judge of cameras in furnished rooms, written apart from the product: own ray casting in numpy and scipy.
+"""A second judge of cameras in the tiny worlds, written apart from the product: own ray casting in numpy and scipy.
 
 It reads `room.json` by the description in flow_grpo/maths/room.py and shares no code with renderer, rewards or judges.
 """
@@ -9,7 +9,7 @@ from scipy.optimize import least_squares
 from scipy.spatial.transform import Rotation
 
 Array = NDArray[np.float64]
-BLOCK = 4  # pixels are compared as means of blocks; 2 for the demo
+BLOCK = 2  # pixels are compared as means of blocks
 RAYS = 3  # per block and axis
 STARTS = 3000
 REFINED = 6

@@ -25,12 +25,13 @@ def at_equal_travel(before: Table, after: Table) -> Table:
     change of the distance from the first view, over the conditions, and what the line explains is taken off: analysis
     of covariance. Without `camera_travel` in both tables nothing is added.
     """
-    if TRAVEL not in before.values or TRAVEL not in after.values:
+    both = before.values.keys() & after.values.keys()
+    if TRAVEL not in both:
         return after
     then, now = common_rows(before, after)
     moved = after.values[TRAVEL][now] - before.values[TRAVEL][then]
     values = dict(after.values)
-    for name in (name for name in OF_TRAVEL if name in before.values and name in after.values):
+    for name in [name for name in OF_TRAVEL if name in both]:
         change = after.values[name][now] - before.values[name][then]
         known = (moved + change).isfinite()
         around = moved[known] - moved[known].mean()
