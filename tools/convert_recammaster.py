@@ -46,16 +46,7 @@ is_recam_weight = functools.partial(is_camera_weight, ReCamTransformer3DModel)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    return model_folder.convert_checkpoint(PARSER.parse_args(words), _check, forward, back)
-
-
-def _check(args: argparse.Namespace) -> None:
-    if bool(args.back) == bool(args.recammaster or args.wan):
-        raise ValueError("got neither or both of two ways: give --recammaster and --wan, or --back, and --out")
-    if not args.back and not (args.recammaster and args.wan):
-        raise ValueError("got one of --recammaster and --wan, expected both: the weights and the model they belong to")
-    if args.back and (args.link or args.init_camera):
-        raise ValueError("--link and --init-camera do not apply to --back: leave them out")
+    return model_folder.convert_checkpoint(PARSER.parse_args(words), ("recammaster", "wan"), forward, back)
 
 
 def forward(args: argparse.Namespace) -> list[str]:

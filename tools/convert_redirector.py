@@ -47,15 +47,7 @@ IMAGE_INDEX = {
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    return model_folder.convert_checkpoint(PARSER.parse_args(words), _check, forward, back)
-
-
-def _check(args: argparse.Namespace) -> None:
-    given = [args.step, args.base, args.wan]
-    if any(given) if args.back else not all(given):
-        raise ValueError("expected one of two ways: --step, --base and --wan, or --back alone, with --out")
-    if args.back and args.link:
-        raise ValueError("--link does not apply to --back: leave it out")
+    return model_folder.convert_checkpoint(PARSER.parse_args(words), ("step", "base", "wan"), forward, back)
 
 
 def forward(args: argparse.Namespace) -> list[str]:

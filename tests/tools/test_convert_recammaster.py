@@ -241,7 +241,7 @@ def test_an_existing_folder_and_a_checkpoint_or_wan_folder_of_the_wrong_kind_are
     [
         ("--out o", ("--recammaster", "--back")),
         ("--back a --wan b --out o", ("--wan", "--back")),
-        ("--wan a --out o", ("--recammaster", "both")),
+        ("--wan a --out o", ("got --wan:", "--recammaster")),
         ("--back a --link --out o.safetensors", ("--link", "--back")),
         ("--back a --out o", ("--out is o", ".safetensors")),
         ("--back a --out o.safetensors", ("config.json",)),

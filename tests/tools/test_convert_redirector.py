@@ -73,7 +73,7 @@ def test_bf16_leaves_in_fp32_what_wan_computes_in_fp32(tmp_path, given):
 def test_what_does_not_fit_is_refused_in_one_line_and_nothing_is_written(tmp_path, given, capsys):
     out = tmp_path / "out"
     assert tool.main(["--step", str(given["step"]), "--out", str(out)]) == 2
-    assert refused(capsys, "--step, --base and --wan, or --back alone")
+    assert refused(capsys, "got --step: give --step, --base, --wan, or --back alone")
     assert run(given, out, "--back", str(tmp_path)) == 2 and refused(capsys, "or --back alone")
     assert run(given | {"base": given["wan"]}, out) == 2 and refused(capsys, "config.json")
     assert run(given | {"step": given["base"] / model_files.WEIGHTS_FILE}, out) == 2

@@ -34,17 +34,23 @@ INDEX = {
 
 def convert_checkpoint(
     args: argparse.Namespace,
-    check: Callable[[argparse.Namespace], None],
+    needed: Sequence[str],
     forward: Callable[[argparse.Namespace], list[str]],
     back: Callable[[argparse.Namespace], list[str]],
 ) -> int:
     """Convert, report what was written, and return the exit code: 0, or 2 after one line that says what is wrong.
 
-    `check` raises ValueError unless the options fit each other. `forward` writes the model folder, and with --back
-    `back` the published layout; both return the lines to print.
+    `forward` writes the model folder from the options `needed`, and with --back `back` the published layout; both
+    return the lines to print.
     """
     try:
-        check(args)
+        given = [name for name in needed if getattr(args, name)]
+        if given if args.back else given != [*needed]:
+            got = ", ".join(f"--{name}" for name in (*given, *["back"] * bool(args.back))) or "neither"
+            raise ValueError(f"got {got}: give --{', --'.join(needed)}, or --back alone, and --out")
+        unused = [name for name in ("link", "init_camera") if args.back and getattr(args, name, False)]
+        if unused:
+            raise ValueError(f"--{unused[0].replace('_', '-')} does not apply to --back: leave it out")
         if args.back and args.out.suffix != ".safetensors":
             raise ValueError(f"--out is {args.out}, expected a name ending in .safetensors with --back")
         if os.path.lexists(args.out):
