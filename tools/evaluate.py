@@ -44,7 +44,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -139,18 +139,44 @@ def main(words: Sequence[str] | None = None) -> int:
 def rows_of(
     tasks: Sequence[EvaluationTask], settings: dict[str, Any], args: argparse.Namespace, out: Path
 ) -> list[dict[str, Any]]:
-    """Measure videos into `out`, with plots of their paths if asked for, and return their rows in order."""
-    found: dict[str, Finished] = {}
-    keys = [input_hash(task, settings) for task in tasks]
-    measured = measure(tasks, keys, out, args.workers, args.seconds)
-    for task, finished in tqdm(measured, total=len(tasks), desc="videos", unit="video", disable=None):
-        found[task.name] = finished
-        if args.plots:
-            plot(task, finished, out)
-    reused = sum(finished.cached for finished in found.values())
-    if reused:
+    """Measure videos into `out`, with plots of their paths if asked for, and return their rows in order.
+
+    Each worker is a thread with a process of its own: a crash or a timeout costs only the current video. A row is saved
+    as soon as it is ready; those saved earlier are read back.
+    """
+    own, pools = threading.local(), set()
+
+    def measured(task: EvaluationTask) -> Finished:
+        file, key = out / "rows" / f"{task.name}.json", input_hash(task, settings)
+        if cached := read_row(file, key):
+            return cached
+        pool = own.__dict__.setdefault("pool", CallPool(min(args.workers, 1)))
+        pools.add(pool)
+        frames = frame_numbers(len(task.commanded))
+        call = (task.file, len(task.commanded), frames, task.focal_px)
+        outcome = pool.run(estimate, [call], seconds=args.seconds, what=f"video {task.name}")[0]
+        finished = judge(task, outcome)
+        if not outcome.fault:  # a failure of the estimator itself is retried by the next call
+            poses = [pose.tolist() if pose.isfinite().all() else None for pose in finished.poses]
+            content = {"key": key, "row": finished.row, "poses": poses}
+            write_atomically(file, json.dumps(content, allow_nan=False))
+        return finished
+
+    with ThreadPoolExecutor(max(args.workers, 1)) as threads:
+        futures = {threads.submit(measured, task): task for task in tasks}
+        try:
+            for future in tqdm(as_completed(futures), total=len(tasks), desc="videos", unit="video", disable=None):
+                finished = future.result()
+                if args.plots:
+                    plot(futures[future], finished, out)
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+            for pool in list(pools):
+                pool.close()
+    found = [future.result() for future in futures]
+    if reused := sum(finished.cached for finished in found):
         print(f"{reused} of {len(tasks)} videos were measured before", flush=True)
-    return [found[task.name].row for task in tasks]
+    return [finished.row for finished in found]
 
 
 def tasks_of(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[list[EvaluationTask], list[EvaluationTask]]:
@@ -227,43 +253,6 @@ def input_hash(task: EvaluationTask, settings: dict[str, Any]) -> str:
     return content.hexdigest()
 
 
-def measure(
-    tasks: Sequence[EvaluationTask], keys: Sequence[str], out: Path, workers: int, seconds: float
-) -> Iterator[tuple[EvaluationTask, Finished]]:
-    """Yield each video's result as soon as it is ready, and save it below `out`; results saved earlier are read back.
-
-    Each of the `workers` threads has its own process: a crash or a timeout costs only the current video.
-    """
-    own = threading.local()
-
-    def one(task: EvaluationTask, key: str) -> Finished:
-        if cached := read_row(out, task, key):
-            return cached
-        pool = own.__dict__.setdefault("pool", CallPool(min(workers, 1)))
-        pools.add(pool)
-        frames = frame_numbers(len(task.commanded))
-        call = (task.file, len(task.commanded), frames, task.focal_px)
-        outcome = pool.run(estimate, [call], seconds=seconds, what=f"video {task.name}")[0]
-        finished = judge(task, outcome)
-        if not outcome.fault:  # a failure of the estimator itself is retried by the next call
-            poses = [pose.tolist() if pose.isfinite().all() else None for pose in finished.poses]
-            content = {"key": key, "row": finished.row, "poses": poses}
-            write_atomically(_row_file(out, task), json.dumps(content, allow_nan=False))
-        return finished
-
-    pools: set[CallPool] = set()
-    with ThreadPoolExecutor(max(workers, 1)) as threads:
-        futures = {threads.submit(one, task, key): task for task, key in zip(tasks, keys, strict=True)}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        finally:
-            for future in futures:
-                future.cancel()
-            for pool in list(pools):
-                pool.close()
-
-
 def estimate(video: Path, num_frames: int, frames: Sequence[int], focal_px: float) -> Estimate:
     """Estimate the cameras of these frames of a video file with `num_frames`; ValueError where it cannot be read."""
     begun = time.process_time()
@@ -274,7 +263,7 @@ def estimate(video: Path, num_frames: int, frames: Sequence[int], focal_px: floa
 
 
 def judge(task: EvaluationTask, outcome: Outcome[Estimate], frames: Sequence[int] | None = None) -> Finished:
-    """Compare the estimated with the commanded path at `frames`, by default those of `measure`; return the row."""
+    """Compare the estimated with the commanded path at `frames`, by default those of `rows_of`; return the row."""
     frames = frame_numbers(len(task.commanded)) if frames is None else list(frames)
     commanded = task.commanded[frames]
     seen = outcome.value or Estimate(np.full((len(frames), 4, 4), np.nan))
@@ -305,13 +294,9 @@ def judge(task: EvaluationTask, outcome: Outcome[Estimate], frames: Sequence[int
     return Finished(row, poses)
 
 
-def _row_file(out: Path, task: EvaluationTask) -> Path:
-    return out / "rows" / f"{task.name}.json"
-
-
-def read_row(out: Path, task: EvaluationTask, key: str) -> Finished | None:
+def read_row(file: Path, key: str) -> Finished | None:
     try:
-        content = json.loads(_row_file(out, task).read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
         if content["key"] != key:
             return None
         lost = [[math.nan] * 4] * 4
