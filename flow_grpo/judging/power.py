@@ -19,11 +19,11 @@ from flow_grpo.settings.schema import Config
 
 POWER = 0.8
 WANTED = (0.1, 0.05)  # changes, as shares of the metric's value, for which the number of conditions is given
-# Measured on the demo, 160 conditions of 16 scenes before and after 130 updates: standard deviation of a condition's
-# change as a share of the mean before training; the same as a share of the conditions' own standard deviation (0.4 to
-# 0.9 by metric); correlation of changes in one scene (-0.09 to 0.06).
-OF_GOLD = {"eval/rot_err_deg": 0.5, "eval/trans_err_m": 0.63, "eval/residual": 0.09}
-OF_TRUE_VIEW = {"eval/target_view_displacement": 0.7, "eval/target_view_mismatch": 0.2}
+# Measured on the demo, 160 conditions of 16 scenes before and after its training, five seeds: standard deviation of a
+# condition's change as a share of the mean before training; the same as a share of the conditions' own standard
+# deviation (0.4 to 0.9 by metric); correlation of changes in one scene (-0.09 to 0.03).
+OF_GOLD = {"eval/rot_err_deg": 0.5, "eval/trans_err_m": 0.6, "eval/equal_travel_residual": 0.06}
+OF_TRUE_VIEW = {"eval/target_view_displacement": 0.65, "eval/target_view_mismatch": 0.2}
 CHANGE_OVER_LEVEL = 0.8
 SAME_SCENE = 0.05
 
