@@ -33,7 +33,7 @@ class _Sharing:
     def place(self, block: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ARG002
         *others, rotary = given
         cos, sin = map(self._share.cut, rotary_pairs(rotary))
-        return *others, Positions(cos, sin, self._share)
+        return *others, Positions((cos, sin), self._share)
 
     def join(self, layer: nn.Module, given: tuple[Any, ...], velocity: Tensor) -> Tensor:  # noqa: ARG002
         return self._share.join(velocity)

@@ -6,6 +6,8 @@ Letters: B rows, C H W latent channels, height, width, F latent frames of one vi
 frame, s those of these tokens that are this rank's (all, unless ranks share samples), L prompt tokens.
 """
 
+# ruff: noqa: ARG002 - arguments of a network's constructor are read from its configuration
+
 from __future__ import annotations
 
 from diffusers.configuration_utils import register_to_config
@@ -99,24 +101,7 @@ class ReCamTransformer3DModel(VideoToVideoWan):
             )
         if patch_size[0] != 1:
             raise ValueError(f"patch_size is {tuple(patch_size)}, expected (1, h, w): each latent frame has its pose")
-        # num_layers=0: the base class would build blocks that are replaced below.
-        super().__init__(
-            patch_size=patch_size,
-            num_attention_heads=num_attention_heads,
-            attention_head_dim=attention_head_dim,
-            in_channels=in_channels,
-            out_channels=out_channels,
-            text_dim=text_dim,
-            freq_dim=freq_dim,
-            ffn_dim=ffn_dim,
-            num_layers=0,
-            cross_attn_norm=cross_attn_norm,
-            qk_norm=qk_norm,
-            eps=eps,
-            rope_max_seq_len=rope_max_seq_len,
-            pos_embed_seq_len=pos_embed_seq_len,
-        )
-        self.register_to_config(num_layers=num_layers)  # type: ignore[no-untyped-call]
+        super().__init__()
         dim = num_attention_heads * attention_head_dim
         self.blocks = nn.ModuleList(
             ReCamTransformerBlock(dim, ffn_dim, num_attention_heads, qk_norm, cross_attn_norm, eps, camera_dim)
@@ -144,7 +129,13 @@ class ReCamTransformer3DModel(VideoToVideoWan):
         Raises:
             ValueError: the frames are not twice the camera's, or height and width are not multiples of the patch.
         """
-        self._check_shapes(hidden_states, camera)
+        rows, _, frames = hidden_states.shape[:3]
+        expected = (rows, frames // 2, self.config["camera_dim"])
+        if frames % 2 or camera.shape != expected:
+            raise ValueError(
+                f"camera has shape {tuple(camera.shape)} for {frames} latent frames, expected {expected}: latents are "
+                "[target | source] on the frame axis with one camera per target frame"
+            )
         grid = self.grid(hidden_states, timestep)
         positions = self.positions(rotary_pairs(self.rope(hidden_states)), grid)
         tokens = rearrange(self.patch_embedding(hidden_states), "b d f h w -> b (f h w) d")
@@ -154,12 +145,3 @@ class ReCamTransformer3DModel(VideoToVideoWan):
 
         tokens = self.through_blocks(tokens, text, None, modulation, positions, camera)
         return (self.head(tokens, temb, positions.share, grid),)
-
-    def _check_shapes(self, hidden_states: Tensor, camera: Tensor) -> None:
-        rows, _, frames = hidden_states.shape[:3]
-        expected = (rows, frames // 2, self.config["camera_dim"])
-        if frames % 2 or camera.shape != expected:
-            raise ValueError(
-                f"camera has shape {tuple(camera.shape)} for {frames} latent frames, expected {expected}: latents are "
-                "[target | source] on the frame axis with one camera per target frame"
-            )

@@ -9,6 +9,8 @@ S = 2F * tokens per frame, s those of them that are this rank's (all, unless ran
 image tokens, P channel pairs of a head.
 """
 
+# ruff: noqa: ARG002 - arguments of a network's constructor are read from its configuration
+
 from __future__ import annotations
 
 from typing import Any
@@ -53,7 +55,6 @@ class PhaseAttnProcessor:
     """Self-attention with phases of the cameras, through diffusers' choice of attention kernels."""
 
     _attention_backend: Any = None
-    _parallel_config: Any = None
 
     def __call__(
         self,
@@ -67,11 +68,10 @@ class PhaseAttnProcessor:
         queries: int | None = None,
     ) -> Tensor:
         """Return (B, Q, D) for the first Q tokens, of all for None; see `PhaseAttention`."""
-        cos, sin = rotary_emb.angles
+        (cos, sin), share = rotary_emb
         phase_cos, phase_sin = phase_angles(attn.phase_qk(camera), attn.heads, cos.shape[-1])
         # cos(a + b) and sin(a + b): exactly the rotary's own where the phase is zero
         angles = (cos * phase_cos - sin * phase_sin, sin * phase_cos + cos * phase_sin)
-        share = rotary_emb.share
         query = split_heads(attn.norm_q(attn.to_q(hidden_states[:, :queries])), attn)
         query = share.to_heads(rotate(query, first(angles, queries)))
         key = share.to_keys(rotate(split_heads(attn.norm_k(attn.to_k(hidden_states)), attn), angles))
@@ -88,7 +88,6 @@ class ImageTextAttnProcessor:
     """
 
     _attention_backend: Any = None
-    _parallel_config: Any = None
 
     def __call__(
         self,
@@ -239,24 +238,8 @@ class ReDirectorTransformer3DModel(VideoToVideoWan):
             raise ValueError(
                 f"patch_size is {tuple(patch_size)}, expected (1, h, w): each latent frame has its cameras"
             )
-        # num_layers=0: the base class would build blocks that are replaced below.
-        super().__init__(
-            patch_size=patch_size,
-            num_attention_heads=num_attention_heads,
-            attention_head_dim=attention_head_dim,
-            in_channels=in_channels,
-            out_channels=out_channels,
-            text_dim=text_dim,
-            freq_dim=freq_dim,
-            ffn_dim=ffn_dim,
-            num_layers=0,
-            cross_attn_norm=cross_attn_norm,
-            qk_norm=qk_norm,
-            eps=eps,
-            image_dim=image_dim,
-            rope_max_seq_len=rope_max_seq_len,
-        )
-        self.register_to_config(num_layers=num_layers, added_kv_proj_dim=dim)  # type: ignore[no-untyped-call]
+        super().__init__()
+        self.register_to_config(added_kv_proj_dim=dim)  # type: ignore[no-untyped-call]
         self.control_adapter = ControlAdapter(
             dim, (patch_size[1], patch_size[2]), temporal_compression, spatial_compression
         )

@@ -7,6 +7,7 @@ a head.
 
 from __future__ import annotations
 
+import inspect
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
@@ -27,14 +28,8 @@ Rotary = tuple[Tensor, Tensor]
 class Positions(NamedTuple):
     """The rotary angles of this rank's tokens, (1, s, 1, P) cosines and sines, and which tokens these are."""
 
-    cos: Tensor
-    sin: Tensor
+    angles: Rotary
     share: Share
-
-    @property
-    def angles(self) -> Rotary:
-        """Cosines and sines."""
-        return self.cos, self.sin
 
 
 Network = TypeVar("Network", bound="VideoToVideoWan")
@@ -102,7 +97,6 @@ class SelfAttnProcessor:
     """
 
     _attention_backend: Any = None
-    _parallel_config: Any = None
 
     def __call__(
         self,
@@ -115,7 +109,7 @@ class SelfAttnProcessor:
         queries: int | None = None,
     ) -> Tensor:
         """Return the (B, Q, D) output of the first Q tokens of hidden states (B, s, D); of all for None."""
-        angles, share = rotary_emb.angles, rotary_emb.share
+        angles, share = rotary_emb
         query = split_heads(attn.norm_q(attn.to_q(hidden_states[:, :queries])), attn)
         query = share.to_heads(rotate(query, first(angles, queries)))
         key = share.to_keys(rotate(split_heads(attn.norm_k(attn.to_k(hidden_states)), attn), angles))
@@ -186,6 +180,13 @@ class VideoToVideoWan(WanTransformer3DModel):
     # The base class's plan of diffusers' own context parallelism would share the tokens but not the camera.
     _cp_plan = None  # type: ignore[assignment]
 
+    def __init__(self) -> None:
+        # diffusers has filled `config` before the body of a subclass's constructor runs. The subclass makes the blocks.
+        given = dict(self.config)
+        shared = inspect.signature(WanTransformer3DModel).parameters.keys() - {"num_layers", "added_kv_proj_dim"}
+        super().__init__(num_layers=0, **{name: given[name] for name in shared})
+        self.register_to_config(num_layers=given["num_layers"])  # type: ignore[no-untyped-call]
+
     @classmethod
     def from_pretrained(
         cls: type[Network], pretrained_model_name_or_path: str | PathLike[Any] | None, **settings: Any
@@ -205,7 +206,7 @@ class VideoToVideoWan(WanTransformer3DModel):
         """Return this rank's positions, of the rotary angles (1, S, 1, P) of all tokens; grid as for `head`."""
         share = self.context.share(grid["h"] * grid["w"])
         cos, sin = map(share.cut, rotary)
-        return Positions(cos, sin, share)
+        return Positions((cos, sin), share)
 
     def through_blocks(self, tokens: Tensor, *arguments: Any) -> Tensor:
         """Return the target's tokens after all blocks, (B, s/2, D), of (B, s, D); checkpointed if that is on.
