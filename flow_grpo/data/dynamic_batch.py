@@ -91,7 +91,14 @@ class DynamicBatchSampler(AlreadySharded, Sampler[list[int]]):
     ) -> None:
         self.max_points, self.shuffle, self.seed, self._drops_last = max_points, shuffle, seed, drop_last
         self.num_replicas, self.rank = _ranks(num_replicas, rank)
-        self._sampler, self._single = _unsharded(sampler), oversize == "single"
+        name = type(sampler).__name__
+        if not hasattr(sampler, "global_draws") and hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
+            raise TypeError(
+                f"{name} shards over ranks, and its share would be sharded once more; give one without ranks"
+            )
+        if getattr(sampler, "generator", None) is not None:
+            raise TypeError(f"{name} has its own generator, which moves with every plan; leave it out, seed= is enough")
+        self._sampler, self._single = sampler, oversize == "single"
         self._costs = _read_costs(dataset, cost or getattr(dataset, "cost", None))
         structure = structure or getattr(dataset, "size_of", None)
         self._structures: list[Any] = [structure(index) if structure else 0 for index in range(len(self._costs))]
@@ -192,22 +199,17 @@ class DynamicBatchSampler(AlreadySharded, Sampler[list[int]]):
             rows = [rows[number] for number in picked.tolist()]
         self._real = [len(row) for row in rows]
         self._rows = [[batches[b] for b in row] for row in rows]
-        self._before = self._count_draws()
-        for row in self._rows:  # filler is the cheapest item of its row, so no rank waits for it
-            row += [[min(itertools.chain(*row), key=cost)]] * (ranks - len(row))
-        self.epoch, self._start, self.dropped_items = epoch, 0, oversized
-
-    def _count_draws(self) -> list[dict[int, int]]:
-        # `drawn_before` of every row; of a rank that is to hold filler, of none.
+        self._before: list[dict[int, int]] = []
         seen: Counter[int] = Counter()
-        found: list[dict[int, int]] = []
         for row in self._rows:
-            found.append({})
+            self._before.append({})  # of filler
             for rank, batch in enumerate(row):
                 if rank == self.rank:
-                    found[-1] = {index: seen[index] for index in batch}
+                    self._before[-1] = {index: seen[index] for index in batch}
                 seen.update(batch)
-        return found
+            # Filler is the cheapest item of its row, so no rank waits for it.
+            row += [[min(itertools.chain(*row), key=cost)]] * (ranks - len(row))
+        self.epoch, self._start, self.dropped_items = epoch, 0, oversized
 
     def _packed(self, draws: list[int]) -> list[list[int]]:
         # Of one structure each, filled greedily in the order drawn.
@@ -388,15 +390,6 @@ def _ranks(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     if not 0 <= own < world:
         raise ValueError(f"rank is {own} with num_replicas={world}; need 0 <= rank < num_replicas")
     return world, own
-
-
-def _unsharded(sampler: Iterable[int] | None) -> Iterable[int] | None:
-    name = type(sampler).__name__
-    if not hasattr(sampler, "global_draws") and hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
-        raise TypeError(f"{name} shards over ranks, and its share would be sharded once more; give one without ranks")
-    if getattr(sampler, "generator", None) is not None:
-        raise TypeError(f"{name} has its own generator, which moves with every plan; leave it out, seed= is enough")
-    return sampler
 
 
 def _read_costs(dataset: Sized, cost: Callable[[int], int] | None) -> list[int]:

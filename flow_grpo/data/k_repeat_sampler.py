@@ -22,7 +22,6 @@ from torch.utils.data import Sampler
 from flow_grpo.maths.keys import generator, key
 
 LAYOUTS = ("spread", "shuffled", "contiguous")
-StateValue = int | str
 
 _log = logging.getLogger(__name__)
 
@@ -177,7 +176,7 @@ class DistributedKRepeatSampler(AlreadySharded, Sampler[list[SampleKey]]):
         # Not a generator function: the start must be read now, not when a prefetching loader asks for the first batch.
         return (self.plan(step)[self.rank] for step in itertools.count(self.next_step))
 
-    def state_dict(self) -> dict[str, StateValue]:
+    def state_dict(self) -> dict[str, int | str]:
         """Next step to consume and everything a resumed run must agree on; identical on every rank.
 
         The loader's position is not part of it: with prefetching it is ahead of the consumer.
@@ -196,7 +195,7 @@ class DistributedKRepeatSampler(AlreadySharded, Sampler[list[SampleKey]]):
             "next_step": self.next_step,
         }
 
-    def load_state_dict(self, state: dict[str, StateValue]) -> None:
+    def load_state_dict(self, state: dict[str, int | str]) -> None:
         """Resume at the saved step; call it before `iter()`.
 
         W may change if W * B does not, since the draws of a round stay the same.
@@ -232,37 +231,28 @@ class DistributedKRepeatSampler(AlreadySharded, Sampler[list[SampleKey]]):
         return [pairs[position] for position in order.tolist()]
 
     def _contiguous_pairs(self, step: int) -> list[tuple[int, int]]:
-        # (gid, slot) in rank order, each rank owning whole groups of the round.
+        # (gid, slot) in rank order. The copies of a round, group by group, go to the ranks in turn: nb * B to each.
         round_index, batch = divmod(step, self.num_batches_per_epoch)
-        per_round = self.num_batches_per_epoch * self.conditions_per_batch
-        per_rank = per_round // self.num_replicas
-        first, size = round_index * per_round, self.batch_size
-        return [
-            (first + rank * per_rank + sample // self.k, sample % self.k)
-            for rank in range(self.num_replicas)
-            for sample in range(batch * size, (batch + 1) * size)
-        ]
+        ranks = range(round_index * self.num_replicas, (round_index + 1) * self.num_replicas)
+        starts = [(rank * self.num_batches_per_epoch + batch) * self.batch_size for rank in ranks]
+        return [divmod(copy, self.k) for start in starts for copy in range(start, start + self.batch_size)]
 
     def _index(self, gid: int) -> int:
-        # The condition of a group: its step belongs to one structure, which is visited in its own passes.
-        step, place = divmod(gid, self.conditions_per_batch)
-        structure, own_step = self._structure_of(step)
+        # The condition of a group. Its step belongs to one structure, which is visited in its own passes: each cycle
+        # gives a structure turns in proportion to its number of conditions, in shuffled order.
+        m = self.conditions_per_batch
+        step, place = divmod(gid, m)
+        turns = tuple(len(members) // m for members in self._members)
+        cycle, position = divmod(step, sum(turns))
+        order = _cycle_order(turns, self.seed, cycle)
+        structure = order[position]
+        earlier = cycle * turns[structure] + order[:position].count(structure)  # steps of the same structure
         members = self._members[structure]
-        n, m = len(members), self.conditions_per_batch
-        number, position = divmod(own_step * m + place, pass_length(n, m))
+        n = len(members)
+        number, position = divmod(earlier * m + place, pass_length(n, m))
         # Structures of equal size must not be visited in the same order.
         seed = self.seed if len(self._members) == 1 else key(self.seed, "bucket", structure)
         return members[pass_order(n, m, seed, number)[position]]
-
-    def _structure_of(self, step: int) -> tuple[int, int]:
-        # The structure of a step, and how many earlier steps had it. Each cycle gives a structure turns in proportion
-        # to its number of conditions, in shuffled order.
-        if len(self._members) == 1:
-            return 0, step
-        turns = tuple(len(members) // self.conditions_per_batch for members in self._members)
-        cycle, position = divmod(step, sum(turns))
-        order = _cycle_order(turns, self.seed, cycle)
-        return order[position], cycle * turns[order[position]] + order[:position].count(order[position])
 
     def _check_numbers(self) -> None:
         ranks, size, k, n = self.num_replicas, self.batch_size, self.k, self.num_conditions
