@@ -9,13 +9,13 @@ entries are verified and kept, so the same command resumes, and adds new videos.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
@@ -48,13 +48,8 @@ REPORT_S = 10.0  # seconds between progress lines
 WAIT_S = 7 * 24 * 3600.0  # how long a finished rank waits for the others
 
 
-@dataclasses.dataclass(frozen=True)
-class Encoding:
-    """One prompt or source video to encode into the cache."""
-
-    name: str  # for messages
-    is_there: Callable[[], bool]  # whether an intact entry exists
-    encode: Callable[[], object]  # makes the entry
+# A name for messages, and a function that encodes unless an intact entry exists and says whether it did.
+Task: TypeAlias = tuple[str, Callable[[], bool]]
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -91,49 +86,47 @@ def open_encodings(config: Config, device: torch.device) -> Encodings:
     return Encodings(codec, texts, store, images=images, max_prompt_tokens=model.max_prompt_tokens)
 
 
-def video_tasks(splits: Sequence[VideoDataset], encodings: Encodings) -> Iterator[Encoding]:
-    seen = set()
-    for data in splits:
-        for index in range(len(data)):
-            place = data.source_file(index), data.size_of(index)
-            if place not in seen:
-                seen.add(place)
-                yield _video_task(data, index, encodings)
+def video_tasks(splits: Sequence[VideoDataset], encodings: Encodings) -> Iterator[Task]:
+    """Yield one task per distinct source video and size."""
+    places = {(data.source_file(i), data.size_of(i)): (data, i) for data in splits for i in range(len(data))}
+    for (file, _), place in places.items():
+        yield str(file), functools.partial(encode_source, encodings, *place)
 
 
-def _video_task(data: VideoDataset, index: int, encodings: Encodings) -> Encoding:
-    size = data.size_of(index)
+def encode_source(encodings: Encodings, data: VideoDataset, index: int) -> bool:
+    content, size = data.source_id(index), data.size_of(index)
+    if encodings.knows_source(content, size):
+        return False
+    encodings.prepare_source(content, size, lambda: data.source_video(index))
+    return True
 
-    def encode() -> object:
-        return encodings.prepare_source(data.source_id(index), size, lambda: data.source_video(index))
 
-    return Encoding(str(data.source_file(index)), lambda: encodings.knows_source(data.source_id(index), size), encode)
-
-
-def prompt_tasks(config: Config, splits: Sequence[ConditionDataset], encodings: Encodings) -> Iterator[Encoding]:
+def prompt_tasks(config: Config, splits: Sequence[ConditionDataset], encodings: Encodings) -> Iterator[Task]:
     """Yield one task per distinct prompt, including the negative ones that guidance uses."""
     prompts = [data.prompt_of(index) for data in splits for index in range(len(data))]
     guidances = training_guidance(config), eval_guidance(config)
     prompts += [guidance.negative_prompt for guidance in guidances if guidance.scale != 1.0]
     for prompt in dict.fromkeys(prompts):
-        known, encode = (functools.partial(call, prompt) for call in (encodings.knows_prompt, encodings.prompt))
-        yield Encoding(f"prompt {prompt[:60]!r}", known, encode)
+        yield f"prompt {prompt[:60]!r}", functools.partial(encode_prompt, encodings, prompt)
 
 
-def work(tasks: Sequence[Encoding], world: World) -> tuple[Counter[str], list[str]]:
+def encode_prompt(encodings: Encodings, prompt: str) -> bool:
+    if encodings.knows_prompt(prompt):
+        return False
+    encodings.prompt(prompt)
+    return True
+
+
+def work(tasks: Sequence[Task], world: World) -> tuple[Counter[str], list[str]]:
     """Run this rank's share of the tasks; return how many were encoded or already cached, and the unreadable files."""
     tasks = tasks[world.data.rank :: world.data.size]
     counts, problems = Counter(made=0, kept=0), []
     begun = reported = time.perf_counter()
-    for number, task in enumerate(tasks, 1):
+    for number, (name, encode) in enumerate(tasks, 1):
         try:
-            if task.is_there():
-                counts["kept"] += 1
-            else:
-                task.encode()
-                counts["made"] += 1
+            counts["made" if encode() else "kept"] += 1
         except ValueError as error:
-            problems.append(f"{task.name}: {error}")
+            problems.append(f"{name}: {error}")
         now = time.perf_counter()
         if world.is_main and now - reported > REPORT_S:
             reported, left = now, (now - begun) / number * (len(tasks) - number)

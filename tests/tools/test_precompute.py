@@ -111,7 +111,7 @@ def test_negative_prompts_that_training_or_evaluation_uses_are_encoded(world, tm
         arguments = words(world, tmp_path, "--config.sample.negative_prompt=dark", *more)
         config = load_config(arguments[1], arguments[2:])
         encodings = precompute.open_encodings(config, torch.device("cpu"))
-        return [task.name for task in precompute.prompt_tasks(config, [], encodings)]
+        return [name for name, _ in precompute.prompt_tasks(config, [], encodings)]
 
     guided = "--config.eval.guidance_scale=5"
     assert negative() == []
