@@ -125,7 +125,8 @@ def main(words: Sequence[str] | None = None) -> int:
     runner = in_a_process([f"--{name}={value}" for name, value in passed_on.items()])
 
     def save() -> None:
-        write_atomically(file, f"{json.dumps(_rounded(report), indent=2)}\n")
+        rounded = json.loads(json.dumps(report), parse_float=lambda text: float(f"{float(text):.5g}"))
+        write_atomically(file, f"{json.dumps(rounded, indent=2)}\n")
 
     collect(report, list(jobs(parts, videos)), runner, options.budget_s, save)
     print(f"\n{table(report)}\n\n{ROW_HEAD}\n{row(report)}\n\nkept in {file}")
@@ -173,20 +174,16 @@ def collect(report: Report, queue: Sequence[Job], runner: Runner, budget_s: floa
             answer: dict[str, Any] = {"records": {job.name: {"error": "skipped: no time left"}}}
         else:
             answer = runner(job, min(left, max(left / 2, FAIR_S)))
-        _take(report, job, answer)
+        records = answer.pop("records")
+        report |= answer
+        for name, record in records.items():
+            if job.part == "count" and "error" not in record:
+                report["counted"][name] = record
+                continue
+            report["parts"][name] = record
+            print(f"{name}: {as_text(record)}", flush=True)
+        _derive(report)
         save()
-
-
-def _take(report: Report, job: Job, answer: dict[str, Any]) -> None:
-    records = answer.pop("records")
-    report |= answer
-    for name, record in records.items():
-        if job.part == "count" and "error" not in record:
-            report["counted"][name] = record
-            continue
-        report["parts"][name] = record
-        print(f"{name}: {as_text(record)}", flush=True)
-    _derive(report)
 
 
 def _derive(report: Report) -> None:
@@ -339,14 +336,6 @@ def as_text(record: dict[str, Any]) -> str:
         longest = ", ".join(f"{name[:40]} {100 * share:.0f} %" for name, _, share in record["kernels"][:3])
         return f"device busy {100 * record['busy_share']:.0f} %: {longest}"
     return f"{record['seconds']:.4g} s" + ("" if record.get("finite", True) else ", result is not finite")
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _rounded(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(entry) for entry in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 if __name__ == "__main__":
