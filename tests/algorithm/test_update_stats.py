@@ -103,9 +103,8 @@ def test_a_step_that_is_not_finite_leaves_no_trace_in_the_statistics_but_its_cou
     for each in (stats, clean):
         each.add(terms([1.0, 1.2], loss=1.0), torch.full((2,), 0.5), torch.tensor([0.0, 0.1]))
         each.stepped(torch.tensor(1.0), 10.0)
-    mark = stats.mark()
     stats.add(terms([math.nan, 9.0], loss=math.nan), torch.full((2,), 0.5), None)
-    stats.forget(mark)
+    stats.forget(1)
     stats.skipped += 1
     counts = {"train/bad_steps": 1.0, "train/skipped_updates": 1.0}
     assert gather_stats(stats, World()) == gather_stats(clean, World()) | counts

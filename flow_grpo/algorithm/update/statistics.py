@@ -18,12 +18,7 @@ class UpdateStats:
     """Collects the loss terms of one epoch's updates on one rank."""
 
     def __init__(self) -> None:
-        self.ratios: list[Tensor] = []
-        self.log_ratios: list[Tensor] = []
-        self.clipped: list[Tensor] = []
-        self.kls: list[Tensor] = []
-        self.losses: list[Tensor] = []
-        self.drifts: list[Tensor] = []
+        self.passes: list[dict[str, Tensor]] = []  # of a micro-batch each: name -> 1-dimensional values
         self.norms: list[Tensor] = []
         self.skipped = 0  # optimizer steps in which every sample on every rank has weight 0
         self.bad = self.bounded = 0
@@ -36,28 +31,24 @@ class UpdateStats:
             share: (b,) weight of each sample in the mean over all ranks, samples and passes of an optimizer step.
             drift: (b,) new minus rollout log-probability before the first update, else None.
         """
-        self.ratios.append(terms.ratio.detach().flatten())
-        self.log_ratios.append(terms.log_ratio.detach().flatten())
-        self.clipped.append(terms.clipped.detach().flatten().float())
-        self.kls.append(terms.kl.detach().flatten())
-        self.losses.append((terms.per_sample.detach() * share).sum())
-        if drift is not None:
-            self.drifts.append(drift.abs())
+        own = {name: getattr(terms, name).detach().flatten() for name in ("ratio", "log_ratio", "clipped", "kl")}
+        own["loss"] = (terms.per_sample.detach() * share).sum()[None]
+        own["drift"] = share.new_zeros(1) if drift is None else drift.abs()
+        self.passes.append(own)
 
     def stepped(self, norm: Tensor, bound: float) -> None:
         """Count an optimizer step with its gradient norm and the norm it was clipped to."""
         self.norms.append(norm.detach())
         self.bounded += int(norm > bound)
 
-    def mark(self) -> int:
-        """Return the position at which the next optimizer step begins, for `forget`."""
-        return len(self.ratios)
-
-    def forget(self, mark: int) -> None:
-        """Count an optimizer step that is not finite, and drop its statistics."""
+    def forget(self, passes: int) -> None:
+        """Count an optimizer step that is not finite, and drop its statistics: all behind so many passes."""
         self.bad += 1
-        for terms in (self.ratios, self.log_ratios, self.clipped, self.kls, self.losses, self.drifts):
-            del terms[mark:]
+        del self.passes[passes:]
+
+    def joined(self, name: str) -> Tensor:
+        """Return the values of all passes."""
+        return torch.cat([own[name] for own in self.passes])
 
 
 def gather_stats(stats: UpdateStats, world: World) -> dict[str, float]:
@@ -76,15 +67,15 @@ def gather_stats(stats: UpdateStats, world: World) -> dict[str, float]:
     }
     if not stats.norms:
         return metrics
-    ratio, drift = torch.cat(stats.ratios).cpu().double(), stats.drifts or [torch.zeros(1)]
+    ratio = stats.joined("ratio").cpu().double()
     local = {
         "count": float(len(ratio)),
         "ratio": ratio.sum().item(),
-        "approx_kl": torch.cat(stats.log_ratios).cpu().double().neg().sum().item(),
-        "clipped": torch.cat(stats.clipped).sum().item(),
-        "kl": torch.cat(stats.kls).mean().item() * len(ratio),
-        "loss": torch.stack(stats.losses).sum().item(),
-        "drift": torch.cat(drift).max().item(),
+        "approx_kl": stats.joined("log_ratio").cpu().double().neg().sum().item(),
+        "clipped": stats.joined("clipped").float().sum().item(),
+        "kl": stats.joined("kl").mean().item() * len(ratio),
+        "loss": stats.joined("loss").sum().item(),
+        "drift": stats.joined("drift").max().item(),
     }
     by_name = world.data.all_gather_scalars(local)
     total = {name: float(column.sum()) for name, column in by_name.items()}

@@ -147,7 +147,7 @@ class Updater:
         stats: UpdateStats,
     ) -> str:
         """Take one optimizer step; return "", or why it was skipped, identical on every rank."""
-        mark, before_any_update = stats.mark(), not stats.norms
+        mark, before_any_update = len(stats.passes), not stats.norms
         replayed: list[tuple[int, Tensor]] = []
         for positions, known in zip(step, memory, strict=True):
             micro = self._take(batch, positions)
@@ -166,7 +166,7 @@ class Updater:
         trained, ranks = sum(weight.numel() for weight in self.policy.trained_parameters()), self.world.all.size
         sent = gradient_bytes(self.config.train.sharding, trained, ranks, passes=len(replayed), steps=1)
         self.world.sent["gradients"] += int(sent)
-        problem = self._not_finite(replayed, stats.ratios[mark:])
+        problem = self._not_finite(replayed, [own["ratio"] for own in stats.passes[mark:]])
         if not problem:
             train = self.config.train
             bound = history.bound(train.max_grad_norm, train.max_grad_ratio)
