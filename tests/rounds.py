@@ -116,15 +116,8 @@ class Rounds:
 
 def dynamic(world: World, *, local: int, k: int = 4, say=None, **changes: object) -> DynamicSampling:
     """Return dynamic sampling over the scripted reward."""
-    knobs = {
-        "enabled": True,
-        "max_resample_times": 3,
-        "policy": "fallback_original",
-        "metric": "",
-        "skip_step_if_all_flat": False,
-    }
     return DynamicSampling(
-        config=DynamicSamplingConfig(**(knobs | changes)),
+        config=DynamicSamplingConfig(enabled=True, **changes),
         floors={"scripted": 0.0},
         k=k,
         local=local,

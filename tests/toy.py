@@ -202,45 +202,20 @@ def train_config(**changes: Any) -> TrainConfig:
     """Return learning settings for the toy."""
     values: dict[str, Any] = {
         "batch_size": 4,
-        "sharding": "ddp",
-        "updates_per_epoch": 1,
         "learning_rate": 1e-2,
-        "camera_learning_rate": 0.0,
-        "warmup_steps": 0,
-        "adam_beta1": 0.9,
         "adam_beta2": 0.99,
-        "adam_eps": 1e-8,
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
         "max_grad_ratio": 0.0,
         "max_bad_steps": 0,
         "clip_range": 0.1,
-        "adv_clip": 5.0,
-        "kl_coef": 0.0,
-        "step_weight": "none",
-        "guard": False,
-        "old_log_prob": "auto",
-        "ema_decay": 0.0,
     }
     return TrainConfig(**(values | changes))
 
 
 def reward_config(**changes: Any) -> RewardConfig:
     """Return settings over the toy's reward with a near-zero flat range."""
-    values: dict[str, Any] = {
-        "weights": {"brightness": 1.0},
-        "schedules": {},
-        "gates": {},
-        "remote": {},
-        "remote_timeout": 120.0,
-        "most_faults": 0.1,
-        "overlap": True,
-        "adv_norm": "group",
-        "adv_eps": 1e-4,
-        "adv_ddof": 0,
-        "flat_eps": 1e-6,
-    }
-    return RewardConfig(**(values | changes))
+    return RewardConfig(**({"weights": {"brightness": 1.0}, "flat_eps": 1e-6} | changes))
 
 
 def update_config(rollout_batch_size: int, train: TrainConfig) -> Config:
@@ -275,24 +250,7 @@ def weights_of(policy: ToyPolicy) -> Tensor:
 
 def sample_config(**changes: Any) -> SampleConfig:
     """Return the 8-NPU recipe's sampler numbers over the toy's schedule."""
-    values: dict[str, Any] = {
-        "k": 4,
-        "num_image_per_prompt": 4,
-        "train_batch_size": 2,
-        "num_batches_per_epoch": 2,
-        "num_steps": 6,
-        "shift": 3.0,
-        "sde": "constant",
-        "noise_level": 0.7,
-        "max_step_std": None,
-        "sde_steps": (1, 2, 3, 4),
-        "sde_window": 2,
-        "guidance_scale": 1.0,
-        "negative_prompt": "",
-        "layout": "spread",
-        "offload": False,
-        "same_initial_noise": False,
-    }
+    values: dict[str, Any] = {"num_steps": 6, "shift": 3.0, "noise_level": 0.7, "sde_steps": (1, 2, 3, 4)}
     return SampleConfig(**(values | changes))
 
 

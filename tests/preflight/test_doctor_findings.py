@@ -10,19 +10,6 @@ from flow_grpo.runtime.ranks.process_group import Group, World
 from tests.workers import run_ranks
 
 
-@pytest.mark.parametrize(
-    ("ways_out", "status", "said"),
-    [
-        ({}, "ok", ""),
-        ({"warn": "w"}, "warn", "w"),
-        ({"fail": "f"}, "fail", "f"),
-        ({"fail": "f", "warn": "w"}, "fail", "f"),
-    ],
-)
-def test_a_finding_is_as_severe_as_its_worst_way_out(ways_out, status, said):
-    assert finding("x", "1", **ways_out) == Finding("x", status, "1", said)
-
-
 def examined(world: World, first, **checks) -> tuple[list[Finding], str]:
     """Return the findings of a list of checks that begins with `first`, and what was printed on the way."""
     trainer = mock.Mock(world=world)

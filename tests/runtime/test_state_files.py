@@ -1,6 +1,5 @@
 """Nested state on disk: what goes in comes out, of the same types, bit for bit."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -33,34 +32,6 @@ def test_every_kind_of_value_comes_back_as_it_was(tmp_path: Path) -> None:
     half = {"x": torch.randn(3).bfloat16()}
     state_files.write(tmp_path / "half", state_files.copied(half))
     assert torch.equal(state_files.read(tmp_path / "half")["x"], half["x"])
-
-
-def test_an_optimizer_continues_from_its_file_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    def step(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
-        torch.stack([(parameter**2).sum() for parameter in parameters]).sum().backward()
-        optimizer.step()
-
-    def build(values: list[torch.Tensor]) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
-        parameters = [torch.nn.Parameter(value.clone()) for value in values]
-        groups = [{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:], "weight_decay": 0.0}]
-        return parameters, torch.optim.AdamW(groups, lr=0.01)
-
-    parameters, optimizer = build([torch.randn(2, 3), torch.randn(4)])
-    step(parameters, optimizer)
-    state_files.write(tmp_path / "optimizer", state_files.copied({"optimizer": optimizer.state_dict()}))
-    copies, restored = build([parameter.detach() for parameter in parameters])
-    restored.load_state_dict(state_files.read(tmp_path / "optimizer")["optimizer"])
-    assert same(restored.state_dict(), optimizer.state_dict())
-    step(parameters, optimizer)
-    step(copies, restored)
-    assert all(torch.equal(a, b) for a, b in zip(parameters, copies, strict=True))
-
-
-def test_tensors_are_named_by_their_path_and_the_rest_is_plain_json(tmp_path: Path) -> None:
-    tensors, rest = state_files.flatten({"a": {0: torch.ones(1)}, "b": [torch.zeros(1)]})
-    assert list(tensors) == ["a/0", "b/0"]
-    assert json.loads(json.dumps(rest)) == rest
 
 
 @pytest.mark.parametrize(
