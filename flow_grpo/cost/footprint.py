@@ -65,8 +65,17 @@ def count_network(
 ) -> dict[str, int]:
     """Return the fields of `Footprint` by name, counted on the whole network."""
     recomputes, keeps_attention = model.checkpointing != "none", model.checkpointing == "keep_attention"
+    dtype = DTYPES[model.dtype]
     with FakeTensorMode():
-        network, call = _fake_call(video_model, config, latent_shape, model, rows)
+        network = fake_transformer(video_model, config, dtype, model)
+        latents, timesteps = torch.empty(rows, *latent_shape), torch.empty(rows)
+        prompts = torch.empty(rows, model.max_prompt_tokens, config["text_dim"])
+        shapes = video_model.input_shapes(rows, latent_shape, config)
+        inputs = {name: torch.empty(shape) for name, shape in shapes.items()}
+
+        def call() -> Tensor:
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                return video_model.call(network, latents, timesteps, prompts, inputs)
 
         def forward() -> None:
             with torch.no_grad():
@@ -96,24 +105,6 @@ def count_network(
         "block_bytes": max(0, update_bytes - kept),
         "forward_bytes": forward_bytes,
     }
-
-
-def _fake_call(
-    video_model: VideoModel, config: Mapping[str, Any], latent_shape: Latents, model: ModelConfig, rows: int
-) -> tuple[Any, Callable[[], Tensor]]:
-    """Return a transformer and its call, inside a `FakeTensorMode`."""
-    dtype = DTYPES[model.dtype]
-    network = fake_transformer(video_model, config, dtype, model)
-    latents, timesteps = torch.empty(rows, *latent_shape), torch.empty(rows)
-    prompts = torch.empty(rows, model.max_prompt_tokens, config["text_dim"])
-    shapes = video_model.input_shapes(rows, latent_shape, config)
-    inputs = {name: torch.empty(shape) for name, shape in shapes.items()}
-
-    def call() -> Tensor:
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            return video_model.call(network, latents, timesteps, prompts, inputs)
-
-    return network, call
 
 
 def operations(call: Callable[[], object]) -> int:

@@ -38,28 +38,21 @@ class Saving:
 def knobs(config: Config, devices: int) -> list[Saving]:
     """Return the knobs of a recipe that can save memory, about the cheapest first."""
     model, train = config.model, config.train
-    can_shard = train.sharding == "ddp" and devices > 1
-    found: list[tuple[bool, int, Values]] = [
-        (not model.vae_slicing, FREE, {"model.vae_slicing": True}),
-        (train.batch_size > 1, FREE, {"train.batch_size": 1}),
-        (not model.encodings, FREE, {"model.encodings": "FOLDER"}),
-        (not offloads_rollouts(config), FREE, {"sample.offload": True}),
-        (model.checkpointing == "none", SLOWER, {"model.checkpointing": "keep_attention"}),
-        (model.checkpointing in ("none", "keep_attention"), SLOWER, {"model.checkpointing": "blocks"}),
-        (not model.offload, SLOWER, {"model.offload": True}),
-        (can_shard, UNTRIED, {"train.sharding": "fsdp2"}),
-    ]
-    inexact: list[tuple[bool, int, Values]] = [
-        (model.dtype == "fp32", INEXACT, {"model.dtype": "bf16"}),
-        (model.trained != "lora", INEXACT, {"model.trained": "lora"}),
-    ]
     sizes = [size for size in (2, 4, 8) if train.context_parallel < size <= devices]
     every = [
-        *(_fixed(values, price) for useful, price, values in found if useful),
+        _fixed(not model.vae_slicing, FREE, {"model.vae_slicing": True}),
+        _fixed(train.batch_size > 1, FREE, {"train.batch_size": 1}),
+        _fixed(not model.encodings, FREE, {"model.encodings": "FOLDER"}),
+        _fixed(not offloads_rollouts(config), FREE, {"sample.offload": True}),
+        _fixed(model.checkpointing == "none", SLOWER, {"model.checkpointing": "keep_attention"}),
+        _fixed(model.checkpointing in ("none", "keep_attention"), SLOWER, {"model.checkpointing": "blocks"}),
+        _fixed(not model.offload, SLOWER, {"model.offload": True}),
+        _fixed(train.sharding == "ddp" and devices > 1, UNTRIED, {"train.sharding": "fsdp2"}),
         *(Saving(functools.partial(_shared, size=size)) for size in sizes),
         # Behind those: how small a batch can be depends on how many ranks share a sample.
         Saving(functools.partial(_smallest_batch, devices=devices), SLOWER),
-        *(_fixed(values, price) for useful, price, values in inexact if useful),
+        _fixed(model.dtype == "fp32", INEXACT, {"model.dtype": "bf16"}),
+        _fixed(model.trained != "lora", INEXACT, {"model.trained": "lora"}),
     ]
     return [knob for knob in every if knob.values(config) and _allowed(turned(config, [knob])[0], devices)]
 
@@ -164,8 +157,8 @@ def _assumed(config: Config, devices: int, rate: float, limit: float, cores: int
     ]
 
 
-def _fixed(values: Values, price: int) -> Saving:
-    return Saving(lambda _: values, price)
+def _fixed(useful: bool, price: int, values: Values) -> Saving:
+    return Saving(lambda _: values if useful else {}, price)
 
 
 def _shared(config: Config, size: int) -> Values:
