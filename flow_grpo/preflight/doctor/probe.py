@@ -23,11 +23,10 @@ from flow_grpo.data.k_repeat_sampler import SampleKey
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.sde import log_prob, per_sample
 from flow_grpo.preflight.doctor.findings import Finding, finding
-from flow_grpo.records import Condition, Samples
+from flow_grpo.records import Condition, Conditioning, Rows, Samples
 from flow_grpo.run.trainer import Trainer
 from flow_grpo.runtime.ranks.sharding import averaging_gradients, unwrap
 from flow_grpo.settings.objectives import micro_batch, traits_of
-from flow_grpo.settings.sampling import Sampling
 
 STANDARD_ERRORS = 5.0  # a false alarm with probability 6e-7
 KS_BOUND = 2.745  # the same probability under Kolmogorov's law, 2 exp(-2 x^2) (Smirnov 1948)
@@ -41,7 +40,7 @@ Layers = dict[str, tuple[tuple[int, ...], Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Replay:
+class Replay(Rows):
     """A probe batch, replayed."""
 
     log_ratios: Tensor  # (B, K) log-probabilities minus those of the rollout, times `units`
@@ -171,8 +170,7 @@ def roll_out_probe(trainer: Trainer) -> Samples:
         conditions = planned_conditions(trainer)
         conditioning = policy.encode(conditions)
     with world.sync_errors("the rollout"):
-        windows = trainer.collector.sampling.windows(condition.gid for condition in conditions)
-        samples = rollout(policy, conditions, conditioning, windows, _truncated_rollout(trainer))
+        samples = _roll_out(trainer, conditions, conditioning)
         if not torch.isfinite(samples.final_latents).all():
             raise ValueError(
                 "latents are not finite: the model's velocity is NaN or infinite; look at its weights, or pass "
@@ -181,12 +179,13 @@ def roll_out_probe(trainer: Trainer) -> Samples:
         return samples
 
 
-def _truncated_rollout(trainer: Trainer) -> Sampling:
-    """Return a schedule that ends one step after the last stochastic one of any group, or after two steps."""
+def _roll_out(trainer: Trainer, conditions: Sequence[Condition], conditioning: Conditioning) -> Samples:
+    """Roll out until one step after the last stochastic one of any group, or for two steps."""
     sampling = trainer.collector.sampling
-    if not sampling.blocks:
-        return dataclasses.replace(sampling, sigmas=sampling.sigmas[:3])
-    return dataclasses.replace(sampling, sigmas=sampling.sigmas[: sampling.last_step + 3], tails=None)
+    windows = sampling.windows(condition.gid for condition in conditions)
+    levels = sampling.sigmas[: sampling.last_step + 3] if sampling.blocks else sampling.sigmas[:3]
+    until_then = dataclasses.replace(sampling, sigmas=levels, tails=None)
+    return rollout(trainer.updater.policy, conditions, conditioning, windows, until_then)
 
 
 def replay(objective: GrpoObjective, samples: Samples, rows: int, *, gradients: bool | None = None) -> Replay:
@@ -195,12 +194,13 @@ def replay(objective: GrpoObjective, samples: Samples, rows: int, *, gradients: 
     With `gradients` the graph is built, as in the update. By default only calls of at most as many rows as the update's
     do so: the device may not have memory for more.
     """
-    parts: list[list[tuple[Tensor, Tensor, Tensor]]] = []  # a step's graph is freed with its call
+    parts = []
     for positions in (torch.arange(max(rows, len(samples))) % len(samples)).split(rows):
         micro = samples.rows(positions)
-        parts.append([_scored(objective, micro, column, gradients) for column in range(objective.passes(micro))])
-    fields = ([torch.stack([step[field] for step in part], dim=1) for part in parts] for field in range(3))
-    return Replay(*(torch.cat(values)[: len(samples)] for values in fields))
+        # A step's graph is freed with its call.
+        steps = [_scored(objective, micro, column, gradients) for column in range(objective.passes(micro))]
+        parts.append(Replay(*(torch.stack(values, dim=1) for values in zip(*steps, strict=True))))
+    return Replay.concatenate(parts).rows(slice(0, len(samples)))
 
 
 def _scored(
@@ -229,15 +229,12 @@ def _grad_mode(objective: GrpoObjective, rows: int, gradients: bool | None = Non
 
 def layer_differing_from_rollout(trainer: Trainer, objective: GrpoObjective, probe: Samples) -> str:
     """Return the first layer whose output differs between rollout and replay of the first stochastic step."""
-    policy, conditions = trainer.updater.policy, planned_conditions(trainer)
-    settings = _truncated_rollout(trainer)
-    windows = trainer.collector.sampling.windows(condition.gid for condition in conditions)
-    network = unwrap(policy.module)
+    network, calls = unwrap(trainer.updater.policy.module), trainer.collector.sampling.calls
     with recorded_layers(network) as rollout_calls:
-        rollout(policy, conditions, probe.conditioning, windows, settings)
+        _roll_out(trainer, planned_conditions(trainer), probe.conditioning)
     with recorded_layers(network) as replay_calls, _grad_mode(objective, len(probe)):
         objective.replay(probe, 0)
-    prefix_calls = settings.calls[0] if settings.calls else int(probe.trajectory.steps[:, 0].max())
+    prefix_calls = calls[0] if calls else int(probe.trajectory.steps[:, 0].max())
     return first_difference(rollout_calls[prefix_calls], replay_calls[0])
 
 

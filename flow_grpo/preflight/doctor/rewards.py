@@ -47,10 +47,8 @@ class Preference:
 
 def examine_rewards(trainer: Trainer) -> Iterator[Finding]:
     """Check on rank 0 what the rewards prefer."""
-    found: list[Finding] = []
     with trainer.world.sync_errors("the rewards"):
-        if trainer.world.is_main:
-            found = _order_of_views(trainer)
+        found = _order_of_views(trainer) if trainer.world.is_main else []
     yield from found
 
 

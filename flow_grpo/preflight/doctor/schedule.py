@@ -23,7 +23,7 @@ from flow_grpo.preflight.doctor.findings import Finding, equal_on_ranks, finding
 from flow_grpo.preflight.doctor.probe import replaying_objective
 from flow_grpo.records import Guidance
 from flow_grpo.run.trainer import Trainer
-from flow_grpo.settings.sampling import Sampling, SdeSettings
+from flow_grpo.settings.sampling import Sampling
 
 BLIND = 0.3  # of a metric's value: the demo changes TransErr by 44 %, most runs change it by less
 GROUPS = 64  # groups whose stochastic steps are checked
@@ -60,17 +60,16 @@ def examine_schedule(trainer: Trainer) -> Iterator[Finding]:
     ranks = trainer.world.data.size
     yield check_power(power.usual_spreads(trainer.config), len(evaluator.indices), evaluator.scenes, ranks)
     settings, allowed = trainer.collector.sampling, trainer.config.sample.sde_steps
-    sigmas, sde = settings.sigmas, settings.sde
-    if sde.kind == "ode":
+    if settings.sde.kind == "ode":
         return
     objective = replaying_objective(trainer)
     weights = None if objective is None else objective.step_weight
-    steps = check_steps(sigmas, allowed, sde, weights, guard=trainer.config.train.guard)
+    steps = check_steps(settings, allowed, weights, guard=trainer.config.train.guard)
     yield steps
     if steps.status != "fail":
         yield check_ode_limit(settings, allowed)
     windows = [settings.window_of(gid) for gid in range(GROUPS)]
-    yield from check_window(windows, allowed, len(sigmas) - 1)
+    yield from check_window(windows, allowed, len(settings.sigmas) - 1)
     what = f"stochastic steps of {GROUPS} groups, first {windows[0]},"
     way_out = "draw them from (seed, gid) only: the copies of a group must share them"
     yield equal_on_ranks("window_on_ranks", str(windows), what, trainer.world, way_out)
@@ -78,24 +77,22 @@ def examine_schedule(trainer: Trainer) -> Iterator[Finding]:
 
 def trained_steps(trainer: Trainer) -> list[Step]:
     """Return the scalars of every step that may be trained; none where no step is replayed."""
-    objective, rollout = replaying_objective(trainer), trainer.collector.sampling
+    objective, steps, guard = replaying_objective(trainer), trainer.config.sample.sde_steps, trainer.config.train.guard
     if objective is None:
         return []
-    guard = trainer.config.train.guard
-    return step_table(rollout.sigmas, trainer.config.sample.sde_steps, rollout.sde, objective.step_weight, guard=guard)
+    return step_table(trainer.collector.sampling, steps, objective.step_weight, guard=guard)
 
 
-def step_table(
-    sigmas: Tensor, steps: Sequence[int], sde: SdeSettings, weights: Tensor | None, *, guard: bool = False
-) -> list[Step]:
+def step_table(sampling: Sampling, steps: Sequence[int], weights: Tensor | None, *, guard: bool = False) -> list[Step]:
     """Return the scalars of every step that may be trained.
 
-    `sigmas` are the (S + 1,) noise levels, `weights` the (S,) ones of the policy loss, None for 1. With `guard` the
-    loss multiplies log-ratios by the std of their step.
+    `weights` are the (S,) ones of the policy loss, None for 1. With `guard` the loss multiplies log-ratios by the std
+    of their step.
 
     Raises:
         ValueError: a step has no Gaussian: it is the last one, or its weight of the predicted noise is negative.
     """
+    sigmas, sde = sampling.sigmas, sampling.sde
     rows, cap = [], float(sigmas[1])
     noise: dict[str, Any] = {"kind": sde.kind, "noise_level": sde.noise_level, "max_step_std": sde.max_step_std}
     for step in steps:
@@ -107,13 +104,11 @@ def step_table(
     return rows
 
 
-def check_steps(
-    sigmas: Tensor, steps: Sequence[int], sde: SdeSettings, weights: Tensor | None, *, guard: bool = False
-) -> Finding:
+def check_steps(sampling: Sampling, steps: Sequence[int], weights: Tensor | None, *, guard: bool = False) -> Finding:
     """Check the noise of every step that may be trained: enough to explore, 0 < std <= 1, c >= 0, little excess."""
     way_out = "lower sample.noise_level, set sample.max_step_std, or leave the step out of sample.sde_steps"
     try:
-        table = step_table(sigmas, steps, sde, weights, guard=guard)
+        table = step_table(sampling, steps, weights, guard=guard)
     except ValueError as error:
         return finding("steps", str(error), fail=way_out)
     gains, most = [row.gain for row in table], max(row.std for row in table)
