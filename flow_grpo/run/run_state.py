@@ -190,8 +190,7 @@ def load_weights(path: Path, policy: Policy, trained: str) -> None:
         ValueError: damaged, or of another model or training mode.
     """
     module = policy.module
-    identity = checkpoint.identity_of(path) | model_identity(policy, trained)
-    found = checkpoint.load(path, identity=identity, world=World())
+    found = checkpoint.load(path, identity=model_identity(policy, trained), world=World(), partly=True)
     stems = [path / f"rank_{rank}" for rank in range(found.world_size)]
     learned = found.state.get("learned") or join_shards(stems, "learned", lambda _, values: values)
     check_saved(path, Learned, learned)
@@ -210,13 +209,8 @@ def common_identity(policy: Policy, trained: str, data: Split, world: World) -> 
 
 def model_identity(policy: Policy, trained: str) -> dict[str, str]:
     """Return what trained weights of the mode `trained` belong to: network, scale of adapters, every part's files."""
-    identity = {"model": fingerprint(policy.module), "trained": trained, **getattr(policy, "identity", {})}
-    if has_lora(policy.module):  # no tensor holds it
-        network: Any = policy.module
+    network: Any = policy.module
+    identity = {"model": weights_key(network.named_parameters()), "trained": trained, **getattr(policy, "identity", {})}
+    if has_lora(network):  # no tensor holds it
         identity["lora_alpha"] = str(network.peft_config["default"].lora_alpha)
     return identity
-
-
-def fingerprint(module: nn.Module) -> str:
-    """Return a hash of a network's parameter names, shapes and 16 values of each: cheap, and differs between models."""
-    return weights_key(module.named_parameters())

@@ -29,14 +29,11 @@ def _random_state(value: object) -> object:
     return value
 
 
-def _moment(value: object) -> object:
-    return _floats(value) if isinstance(value, Tensor) else value
-
-
 Weights = dict[StrictStr, Annotated[Any, PlainValidator(_floats)]]
 Count = Annotated[StrictInt, Field(ge=0)]
 Numbers = dict[StrictStr, StrictFloat]
-Moments = dict[Count, dict[StrictStr, Annotated[Any, PlainValidator(_moment)]]]
+Moment = Annotated[Any, PlainValidator(lambda value: _floats(value) if isinstance(value, Tensor) else value)]
+Moments = dict[Count, dict[StrictStr, Moment]]
 
 
 class Learned(TypedDict):

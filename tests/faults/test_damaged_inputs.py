@@ -40,7 +40,6 @@ from flow_grpo.rewards.remote import protocol
 from flow_grpo.rewards.remote.reward import RemoteReward, RetryPolicy
 from flow_grpo.run import starts
 from flow_grpo.runtime.checkpoints import resume
-from flow_grpo.runtime.checkpoints.checkpoint import identity_of
 from flow_grpo.runtime.json_files import read_json
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.loading import load_config
@@ -478,7 +477,7 @@ def test_a_pipe_is_refused_where_a_file_is_opened_and_never_waited_for(place, tm
         lambda: file_id(pipe),
         lambda: read_video(pipe, FRAMES),
         lambda: video_size(pipe),
-        lambda: identity_of(tmp_path / "saved"),
+        lambda: resume.resolve(str(tmp_path / "saved"), tmp_path, world=World()),
     ):
         with ends(), pytest.raises(ValueError, match=r"no regular file|does not exist"):
             opens()

@@ -13,11 +13,12 @@ import torch.distributed as dist
 
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
 from flow_grpo.models.adapters import Ema
-from flow_grpo.run.run_state import RunState, fingerprint
+from flow_grpo.run.run_state import RunState
 from flow_grpo.runtime.checkpoints import checkpoint, resume
 from flow_grpo.runtime.checkpoints.resume import SUMMARY
 from flow_grpo.runtime.ranks.process_group import InputError, World
 from flow_grpo.runtime.ranks.rendezvous import join_attempt
+from flow_grpo.runtime.tensor_store import weights_key
 from tests.runtime.test_checkpoint import ALONE, flip_a_bit, names, save
 from tests.workers import run_ranks
 
@@ -194,7 +195,7 @@ def test_a_checkpoint_of_the_first_version_is_restored(tmp_path: Path) -> None:
         sampler=DistributedKRepeatSampler(24, 4, 4, 1, 0, seed=1),
         ema=Ema(list(module.parameters()), 0.5),
         device=torch.device("cpu"),
-        identity={"model": fingerprint(module), "trained": "full"},
+        identity={"model": weights_key(module.named_parameters()), "trained": "full"},
     )
     path = resume.find("auto", tmp_path, world=ALONE)
     assert path == tmp_path / "checkpoint_000003"

@@ -48,28 +48,20 @@ class Checkpoint:
     per_rank: dict[str, Any] | None
 
 
-def identity_of(path: Path) -> dict[str, str]:
-    """Read the identity that a checkpoint was saved with.
-
-    Raises:
-        ValueError: the checkpoint is missing or damaged.
-    """
-    if problem := damage(path):
-        raise ValueError(f"{path} cannot be loaded: {problem}; name another checkpoint")
-    found: dict[str, str] = read_manifest(path)["identity"]
-    return found
-
-
-def load(path: Path, *, identity: Mapping[str, str], world: World) -> Checkpoint:
+def load(path: Path, *, identity: Mapping[str, str], world: World, partly: bool = False) -> Checkpoint:
     """Verify and read a checkpoint. Collective call: every rank must call it.
+
+    `partly` compares only what `identity` names: the caller goes on with no run.
 
     Raises:
         ValueError: the checkpoint is missing or damaged, or its identity differs (every differing field is named).
     """
     if problem := shared_damage(path, world):
-        raise ValueError(f"{path} cannot be loaded: {problem}; name another checkpoint or use resume='auto'")
+        latest = "" if partly else " or use resume='auto'"
+        raise ValueError(f"{path} cannot be loaded: {problem}; name another checkpoint{latest}")
     manifest = read_manifest(path)
-    _compare_identity(path, manifest["identity"], identity, world)
+    saved = {field: value for field, value in manifest["identity"].items() if field in identity or not partly}
+    _compare_identity(path, saved, identity, world)
     own = path / f"rank_{world.all.rank}"
     return Checkpoint(
         path=path,
