@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from flow_grpo.cost.footprint import Footprint
+from flow_grpo.cost.plan import counted
+from flow_grpo.models.registry import is_video_model, video_model
+from flow_grpo.runtime import device as device_api
+from flow_grpo.settings.schema import Config
 
 
 class ForwardCount:
     """Counts forward-equivalents: a forward of a row is 1, one with a backward what its operations make of it.
 
     A policy of one's own, whose operations are not known, is taken to train all weights: 3, or 4 where it recomputes
-    activations. Guidance calls the network with two rows a sample.
-
-    Args:
-        network: its calls are counted; the first argument of its forward has a row per sample.
-        recomputes: its backward pass computes activations once more.
-        costs: of one row, by its shape in the first argument; None where they are not known.
-        rate: operations per second of the device's matrix products; called once, when it is first needed.
+    activations. Guidance calls the network with two rows a sample; the first argument of its forward has the rows.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        *,
-        recomputes: bool,
-        costs: Callable[[tuple[int, ...]], Footprint] | None = None,
-        rate: Callable[[], float] = lambda: math.nan,
-    ) -> None:
-        self._recomputes, self._costs, self._rate = recomputes, costs, rate
+    def __init__(self, network: nn.Module, config: Config, device: torch.device) -> None:
+        self._config, self._device, kind = config, device, config.model.kind
+        self._videos = video_model(kind).videos if is_video_model(kind) else 0
         # Rows since the mark, by their shape and whether they have a backward; recomputation is no call.
         self._rows: Counter[tuple[tuple[int, ...], bool]] = Counter()
         network.register_forward_pre_hook(self._count)
@@ -48,10 +37,12 @@ class ForwardCount:
         """Return forward-equivalents and operations on this rank, of these without recomputation; 0 if not known."""
         forwards = operations = 0.0
         for (shape, training), rows in self._rows.items():
-            if self._costs is None:
-                forwards += rows * (3.0 + self._recomputes if training else 1.0)
+            if not self._videos:
+                recomputes = self._config.model.checkpointing != "none"
+                forwards += rows * (3.0 + recomputes if training else 1.0)
                 continue
-            cost = self._costs(shape)
+            channels, frames, height, width = shape  # of the latents, source included
+            cost = counted(self._config.model, (channels, frames // self._videos, height, width), 1)
             needed = cost.train_flops if training else cost.forward_flops
             operations += rows * needed
             forwards += rows * (needed + cost.recomputed_flops * training) / cost.forward_flops
@@ -59,8 +50,9 @@ class ForwardCount:
 
     @functools.cached_property
     def rate(self) -> float:
-        """Operations per second of the device's matrix products."""
-        return self._rate()
+        """Operations per second of the device's matrix products, measured when first needed unless configured."""
+        asked, dtype = 1e12 * self._config.device_tflops, device_api.DTYPES[self._config.model.dtype]
+        return asked or device_api.matrix_rate(self._device, dtype)
 
     def _count(self, _: nn.Module, arguments: tuple[Any, ...]) -> None:
         self._rows[tuple(arguments[0].shape[1:]), torch.is_grad_enabled()] += len(arguments[0])

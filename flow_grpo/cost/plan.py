@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from flow_grpo.cost.footprint import Footprint, Latents, footprint
 from flow_grpo.cost.reward_seconds import reward_seconds
 from flow_grpo.cost.round_steps import round_steps, sample_steps, steps_after
 from flow_grpo.models.fake_policy import transformer_config
-from flow_grpo.models.registry import is_video_model, video_model
+from flow_grpo.models.registry import video_model
 from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.ranks.sharding import gradient_bytes
 from flow_grpo.settings.objectives import micro_batch, trained_rows, trains_groups, traits_of, window_length
@@ -102,8 +102,7 @@ def make_plan(config: Config, devices: int, rate: float, cores: int = CORES) -> 
     most = math.ceil(sample.train_batch_size / sharing)  # samples that a rank decodes at once
     copies = 1 if sample.guidance_scale == 1.0 else 2
     micro = micro_batch(config)
-    counted = {n: _counted(model, latents, n * copies) for n in {sample.train_batch_size, micro}}
-    rollout, update = counted[sample.train_batch_size], counted[micro]
+    rollout, update = (counted(model, latents, rows * copies) for rows in (sample.train_batch_size, micro))
     forward_flops = rollout.forward_flops / sample.train_batch_size
     calls, replays = rollout_calls(config), _replays(config)
     steps, waited_for = round_steps(config, devices // sharing)
@@ -182,25 +181,9 @@ def _evaluation(config: Config, ranks: int, cores: int, forward_s: float, encode
     return seconds / config.train.context_parallel
 
 
-def costs_of_rows(config: Config) -> Callable[[tuple[int, ...]], Footprint] | None:
-    """Return the costs of a call by the shape of its one row of latents, source included; each is counted once.
-
-    None for a policy of one's own.
-    """
-    model = config.model
-    if not is_video_model(model.kind):
-        return None
-    videos = video_model(model.kind).videos
-
-    def costs(shape: tuple[int, ...]) -> Footprint:
-        channels, frames, height, width = shape
-        return _counted(model, (channels, frames // videos, height, width), 1)
-
-    return costs
-
-
 # Counting runs the networks' code on fake tensors, which takes seconds: plans of one recipe differ in arithmetic only.
-def _counted(model: ModelConfig, latents: Latents, rows: int) -> Footprint:
+def counted(model: ModelConfig, latents: Latents, rows: int) -> Footprint:
+    """Return the costs of a call of the transformer, each of which is counted once."""
     lora = ("lora_rank", "lora_targets", "lora_full_modules")
     names = ("kind", "path", "dtype", "trained", *lora, "checkpointing", "max_prompt_tokens")
     return _footprint(settings_of(model, *names), latents, rows)

@@ -257,7 +257,7 @@ def sample(
     """
     with world.sync_errors(phase):
         conditions = list(loading)
-    share_encodings(policy, conditions, world.all, lambda: world.sync_errors(phase))
+    share_encodings(policy, conditions, world, phase)
     with world.sync_errors(phase):
         conditioning = policy.encode(conditions, guidance)
     with world.sync_errors(phase):

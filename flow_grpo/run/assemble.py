@@ -14,7 +14,6 @@ from flow_grpo.algorithm.groups.metrics import pooled
 from flow_grpo.algorithm.rollout.collector import Collector, ConditionStream
 from flow_grpo.cost.choose_recomputation import ASSUMED_GIB, choose_recomputation
 from flow_grpo.cost.forward_count import ForwardCount
-from flow_grpo.cost.plan import costs_of_rows
 from flow_grpo.data.dataset import ConditionDataset, make_loader
 from flow_grpo.data.splits import Split, held_out_data, training_data
 from flow_grpo.data.tiny_world import ensure_tiny_world
@@ -22,7 +21,7 @@ from flow_grpo.judging.evaluate import Evaluator, keeps_start
 from flow_grpo.judging.verdict import deciding, direction
 from flow_grpo.models.adapters import Ema
 from flow_grpo.models.policy import Policy
-from flow_grpo.models.registry import build_policy, check_model, is_video_model
+from flow_grpo.models.registry import build_policy, check_model
 from flow_grpo.reporting.console import Progress
 from flow_grpo.reporting.tracker import Tracker
 from flow_grpo.rewards.base import RewardSet, try_rewards
@@ -97,13 +96,12 @@ def assemble(config: Config, spec: str, device: torch.device, world: World, ledg
         device=device,
         run_folder=run_folder,
         lock=lock,
-        forwards=_count_forwards(config, policy, device),
+        forwards=ForwardCount(unwrap(policy.module), config, device),
         ledger=ledger or Ledger(),
         dynamic_sampling=parts.build_dynamic_sampling(config, rewards, progress, world),
         cameras=pooled(train.cameras()),
         from_own=from_own,
         fixed=parts.build_fixed(config, policy, train, rewards, world),
-        makes_videos=is_video_model(config.model.kind),
     )
 
 
@@ -238,11 +236,3 @@ def _open_tracker(
         direction=functools.partial(direction, rewards=evaluator.names),
         deciding=functools.partial(deciding, rewards=evaluator.names, trained=trained_rewards(config)),
     )
-
-
-def _count_forwards(config: Config, policy: Policy, device: torch.device) -> ForwardCount:
-    def rate() -> float:
-        return 1e12 * config.device_tflops or device_api.matrix_rate(device, device_api.DTYPES[config.model.dtype])
-
-    recomputes = config.model.checkpointing != "none"
-    return ForwardCount(unwrap(policy.module), recomputes=recomputes, costs=costs_of_rows(config), rate=rate)

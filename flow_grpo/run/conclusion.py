@@ -10,6 +10,7 @@ from flow_grpo.judging.changes import changes_by_camera, with_intervals
 from flow_grpo.judging.evaluate import Evaluation
 from flow_grpo.judging.table import Table, means_by_camera
 from flow_grpo.judging.verdict import Verdict, abridged, best_and_worst, direction, judge, plainly, worse_by_camera
+from flow_grpo.models.registry import is_video_model
 from flow_grpo.reporting.console import print_before_after
 from flow_grpo.run.starts import next_commands
 from flow_grpo.runtime.atomic_file import write_atomically
@@ -90,7 +91,8 @@ def conclude(trainer: Trainer, after: Evaluation) -> None:
         trainer.close()
     trainer.saver.wait()
     print_before_after(state.before, after.metrics, changes, trainer.run_folder, trainer.world, floor=state.floor)
-    commands = next_commands(trainer.run_folder, finished=state.finished, makes_videos=trainer.makes_videos)
+    makes_videos = is_video_model(config.model.kind)
+    commands = next_commands(trainer.run_folder, finished=state.finished, makes_videos=makes_videos)
     lines = [f"ended by {trainer.ended_by} after epoch {state.finished} of {config.num_epochs}"]
     lines += [plainly(verdict.aspects), f"verdict: {verdict.in_words}"]
     lines += [f"  worse for a kind of camera: {text}" for text in abridged(worse)]

@@ -79,7 +79,6 @@ class Trainer:
     cameras: tuple[str, ...] = ()  # kind of camera of every training condition, for statistics; () keeps none
     from_own: bool = False  # the run resumes from its own checkpoint, so its state is already saved
     fixed: Evaluator | None = None  # on training conditions that stay the same, sampled as in training
-    makes_videos: bool = True  # tools/generate.py can make videos with the policy's model
     ledger: Ledger = dataclasses.field(default_factory=Ledger)  # seconds outside of epochs
 
     def __post_init__(self) -> None:
@@ -192,7 +191,7 @@ class Trainer:
     def sample(self) -> tuple[ScoredBatch, ...]:
         """Roll out and score this rank's samples of the next epoch."""
         self.progress.start_epoch(rollouts=self.config.sample.expanded_batch_size)
-        return self._collect("sampling")
+        return self.collector.collect(self.clock)
 
     def gather(self, batches: Sequence[ScoredBatch]) -> Gathered:
         """Exchange ids and rewards of all samples and check that they are whole groups."""
@@ -209,7 +208,7 @@ class Trainer:
 
         def sample_round(number: int) -> tuple[Sequence[ScoredBatch], Gathered]:
             self.progress.more_rollouts(self.config.sample.expanded_batch_size)
-            fresh = self._collect(f"resample #{number}")
+            fresh = self.collector.collect(self.clock, f"resample #{number}")
             return fresh, self._gather(fresh)
 
         chosen, metrics = self.dynamic_sampling.choose(
@@ -232,7 +231,8 @@ class Trainer:
             self.metrics["reward/advantage_abs"] = float(compared.advantages.abs().mean())
             self.metrics |= percentiles("reward/advantage_p", compared.advantages)
             if self.dynamic_sampling is None:  # else logged for the first round by dynamic sampling
-                self.metrics |= group_metrics(compared)
+                found = len(compared.gids), int(compared.flat.sum()), int(compared.incomplete.sum())
+                self.metrics |= group_metrics(*found)
             if self.config.dynamic_sampling.skip_step_if_all_flat and not compared.advantages.any():
                 compared = dataclasses.replace(compared, weights=torch.zeros_like(compared.weights))
         if self.config.train.copies:
@@ -350,7 +350,8 @@ class Trainer:
                 with self.world.sync_errors("logging"):
                     seconds = {"time/floor_s": self.ledger.since()}
                     self.tracker.log(self.state.floor | seconds, self.state.finished)
-            self.progress.say(f"before training: {_in_words(self.state.before)}")
+            known = [f"{name} {value:.4g}" for name, value in first.metrics.items() if not name.endswith("_valid")]
+            self.progress.say(f"before training: {'  '.join(known)}")
             decide = deciding(first.metrics, self.evaluator.names, trained_rewards(self.config))
             spreads = power.measured_spreads(first.table, decide)
             ranks, conditions = self.world.data.size, len(self.evaluator.indices)
@@ -420,9 +421,6 @@ class Trainer:
             self.saver.begin(self._score())
             self.state.start_training()  # copying does not count as training
 
-    def _collect(self, phase: str) -> tuple[ScoredBatch, ...]:
-        return self.collector.collect(self.clock, lambda: self.world.sync_errors(phase))
-
     def _gather(self, batches: Sequence[ScoredBatch]) -> Gathered:
         sample = self.config.sample
         for line in compare.failures(batches, self.collector.rewards.weights):
@@ -490,7 +488,3 @@ class Trainer:
     def weights(self) -> AbstractContextManager[Any]:
         """Return a context that swaps in the weights to evaluate: their moving average if there is one."""
         return contextlib.nullcontext() if self.state.ema is None else self.state.ema.applied()
-
-
-def _in_words(metrics: dict[str, float]) -> str:
-    return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if not name.endswith("_valid"))

@@ -10,7 +10,7 @@ from flow_grpo.algorithm.rollout.collector import ConditionStream
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler, StaleBatchError
 from flow_grpo.records import Condition, Samples
 from flow_grpo.runtime.clock import Clock
-from flow_grpo.runtime.ranks.process_group import Group, World
+from flow_grpo.runtime.ranks.process_group import Group, RankError, World
 from tests.toy import FRAMES, ToyLoader, ToyPolicy, collector, condition, group, joined, scored
 
 
@@ -129,5 +129,5 @@ def test_a_sample_that_is_lost_on_the_way_ends_the_round(monkeypatch):
     sampling = collector(World(), ToyPolicy(), train_batch_size=4)
     whole = collector_module.full_batches
     monkeypatch.setattr(collector_module, "full_batches", lambda *given: [rows[:3] for rows in whole(*given)])
-    with pytest.raises(AssertionError, match="holds 6 samples of the epoch, expected 8"):
+    with pytest.raises(RankError, match="AssertionError: this rank holds 6 samples of the epoch, expected 8"):
         sampling.collect(Clock(torch.device("cpu")))

@@ -14,7 +14,6 @@ from tests.toy import FRAMES, SHAPE, BrightnessReward, ToyPolicy, group
 from tests.workers import run_ranks
 
 CPU = torch.device("cpu")
-REWARDS = RewardSet([BrightnessReward(broken=[(3, 1)])], {"brightness": 1.0})
 
 
 def latents_of(gid: int, rows: int = 4) -> torch.Tensor:
@@ -76,14 +75,6 @@ def test_a_batch_without_enough_memory_is_decoded_in_halves(caplog):
     assert "decoding them in halves" in caplog.text
     with pytest.raises(RuntimeError, match=r"decoding one video .*3 GiB; pass --config.model.vae_tiling=true"):
         decode(Narrow(0), conditions, latents)
-
-
-def test_a_failed_reward_is_masked_and_never_a_score():
-    with queue(BrightnessReward(broken=[(3, 1)]), Clock(CPU), overlap=False) as scoring:
-        scoring.add(tuple(group(3, 4)), torch.zeros(4, *SHAPE))
-        ((result,),) = (rewards.values() for rewards in scoring.rewards())
-    assert result.valid.tolist() == [True, False, True, True]
-    assert result.causes[1] == "broken on purpose"
 
 
 def test_overlapped_scores_equal_serial_ones():

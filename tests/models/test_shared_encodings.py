@@ -1,6 +1,5 @@
 """A source video that several ranks need is encoded once among them, and what they sample stays the same."""
 
-import contextlib
 import dataclasses
 from pathlib import Path
 from unittest.mock import Mock
@@ -37,7 +36,7 @@ def encoded(world: World, folder: str, *, share: bool) -> tuple[dict[str, torch.
     sent = world.sent["rows"]
     for _ in range(2):  # the second round lacks nothing
         if share:
-            share_encodings(made, conditions + larger, world.all, contextlib.nullcontext)
+            share_encodings(made, conditions + larger, world, "encoding")
         tensors = {
             f"{n} {k}": t for n, own in enumerate((conditions, larger)) for k, t in made.encode(own).tensors().items()
         }
@@ -73,7 +72,7 @@ def _failing(world: World) -> str:
     made.codec.encode = Mock(side_effect=error, wraps=made.codec.encode)
     conditions = [condition(0), condition(1)]
     try:
-        share_encodings(made, conditions, world.all, lambda: world.sync_errors("encoding"))
+        share_encodings(made, conditions, world, "encoding")
     except Exception as error:  # noqa: BLE001 - returned
         return str(error)
     return ""

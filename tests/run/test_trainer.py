@@ -38,7 +38,7 @@ from flow_grpo.runtime.checkpoints.run_lock import RunLock
 from flow_grpo.runtime.checkpoints.saving import Saving
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import Group, InputError, RankError, World
-from flow_grpo.settings.schema import CheckpointConfig, Config, DynamicSamplingConfig, EvalConfig
+from flow_grpo.settings.schema import CheckpointConfig, Config, DynamicSamplingConfig, EvalConfig, ModelConfig
 from tests.judging.test_evaluate import ToyData
 from tests.toy import (
     SIGMAS,
@@ -53,21 +53,19 @@ from tests.toy import (
 )
 from tests.workers import run_ranks
 
-DYNAMIC = DynamicSamplingConfig(True, 1, "fallback_original", "", skip_step_if_all_flat=False)
+DYNAMIC = DynamicSamplingConfig(enabled=True, max_resample_times=1)
 
 
 def a_config(**changes) -> Config:
     values = {
         "num_epochs": 3,
-        "max_minutes": 0.0,
-        "debug": False,
         "log_videos_every": 0,
         "sample": sample_config(train_batch_size=4),
         "reward": reward_config(),
         "train": train_config(),
-        "eval": EvalConfig(every=2, num_conditions=4, batch_size=4, num_steps=6, gold="", videos=1, signal_groups=0),
-        "checkpoint": CheckpointConfig(every=2, keep=5, best=""),
-        "dynamic_sampling": dataclasses.replace(DYNAMIC, enabled=False),
+        "model": ModelConfig(kind="tests/toy.py:ToyPolicy", checkpointing="none"),  # of unknown operations
+        "eval": EvalConfig(every=2, num_conditions=4, batch_size=4, num_steps=6, videos=1, signal_groups=0),
+        "checkpoint": CheckpointConfig(every=2, keep=5),
     }
     return Config(**(values | changes))
 
@@ -90,7 +88,7 @@ def make_trainer(folder: Path, world: World, **changes) -> Trainer:
         device=torch.device("cpu"),
         run_folder=folder,
         lock=RunLock(folder),
-        forwards=ForwardCount(policy.net, recomputes=False),
+        forwards=ForwardCount(policy.net, config, torch.device("cpu")),
         dynamic_sampling=DynamicSampling(
             config.dynamic_sampling, {"brightness": 0.0}, k=4, local=8, seed=5, world=world, say=progress.say
         )
@@ -659,7 +657,7 @@ def test_the_best_checkpoint_is_that_of_the_best_evaluation(a_trainer, tmp_path,
     values = iter([0.0, 3.0, 5.0, 4.0])
     trainer = a_trainer(
         checkpoint=CheckpointConfig(every=1, keep=1, best="-eval/brightness"),
-        eval=EvalConfig(every=1, num_conditions=4, batch_size=4, num_steps=6, gold="", videos=0, signal_groups=0),
+        eval=EvalConfig(every=1, num_conditions=4, batch_size=4, num_steps=6, videos=0, signal_groups=0),
     )
     measure = trainer.evaluator.run
 

@@ -78,7 +78,9 @@ class Chosen:
 def everything(batches: Sequence[ScoredBatch], gathered: Gathered, world: World) -> Chosen:
     """Return the choice of a whole round, unchanged."""
     rows = [own.tolist() for own in torch.arange(len(gathered)).chunk(world.data.size)]
-    parts, table = tuple(batch.samples for batch in batches), table_of(batches)
+    # Of each sample, in sampling order, the batch that holds it and its row there.
+    places = [torch.stack([torch.full((len(b),), number), torch.arange(len(b))]) for number, b in enumerate(batches)]
+    parts, table = tuple(batch.samples for batch in batches), torch.cat(places, dim=1)[:, _sampling_order(batches)]
     groups = tuple(batch.groups for batch in batches if batch.groups is not None)
     if groups:
         held = [own.tolist() for own in gathered.gids.chunk(world.data.size)]
@@ -96,12 +98,6 @@ def first_copies(gathered: Gathered) -> dict[int, int]:
     """Return gid -> row of its copy 0."""
     rows = (gathered.slots == 0).nonzero().flatten()
     return dict(zip(gathered.gids[rows].tolist(), rows.tolist(), strict=True))
-
-
-def table_of(batches: Sequence[ScoredBatch]) -> Tensor:
-    """Return (2, n) int64: the batch that holds each of a rank's samples, in sampling order, and its row there."""
-    rows = [torch.stack([torch.full((len(b),), number), torch.arange(len(b))]) for number, b in enumerate(batches)]
-    return torch.cat(rows, dim=1)[:, _sampling_order(batches)]
 
 
 def _sampling_order(batches: Sequence[ScoredBatch]) -> Tensor:

@@ -16,7 +16,7 @@ from itertools import chain
 
 from flow_grpo.algorithm.groups import compare
 from flow_grpo.algorithm.groups.compare import Chosen, Gathered
-from flow_grpo.algorithm.groups.metrics import weighted_sum
+from flow_grpo.algorithm.groups.metrics import group_metrics, weighted_sum
 from flow_grpo.algorithm.groups.sample_pool import SamplePool
 from flow_grpo.algorithm.groups.selection import Decision, Placement, SampleGroup, decide, groups_of, place
 from flow_grpo.records import ScoredBatch
@@ -178,10 +178,7 @@ class DynamicSampling:
         if decision.action == "original":
             used = kinds.count("valid") * self.k
             padded = self.target - used
-        return {
-            "dyn/flat_groups": float(kinds.count("flat")),
-            "dyn/incomplete_groups": float(kinds.count("incomplete")),
-            "dyn/valid_groups_ratio_initial": kinds.count("valid") / len(kinds),
+        return group_metrics(len(kinds), kinds.count("flat"), kinds.count("incomplete")) | {
             "dyn/resample_rounds": float(len(groups) - 1),
             "dyn/pool_samples": float(decision.valid),
             "dyn/shortage": float(short),

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from flow_grpo.algorithm.groups.compare import Gathered, gated
-from flow_grpo.maths.advantages import CombinedAdvantages
 from flow_grpo.maths.bootstrap import percentiles
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.schema import RewardConfig
@@ -43,13 +42,10 @@ def camera_metrics(gathered: Gathered, cameras: Sequence[str]) -> dict[str, floa
     for camera in sorted(set(kinds)):
         rows = torch.tensor([kind == camera for kind in kinds])
         for name, values in gathered.rewards.items():
-            metrics |= _mean(f"reward_by_camera/{camera}/{name}", values[rows], gathered.valid[name][rows])
+            metric, valid = f"reward_by_camera/{camera}/{name}", gathered.valid[name][rows]
+            metrics[f"{metric}_valid"] = float(valid.sum()) / len(valid)
+            metrics |= {metric: float(values[rows][valid].mean())} if valid.any() else {}
     return metrics
-
-
-def _mean(name: str, values: Tensor, valid: Tensor) -> dict[str, float]:
-    share = {f"{name}_valid": float(valid.sum()) / len(valid)}
-    return share | ({name: float(values[valid].mean())} if valid.any() else {})
 
 
 def server_metrics(stats: Mapping[str, Mapping[str, float]], world: World) -> dict[str, float]:
@@ -103,9 +99,8 @@ def rule_metrics(gathered: Gathered, config: RewardConfig) -> dict[str, float]:
     return metrics
 
 
-def group_metrics(compared: CombinedAdvantages) -> dict[str, float]:
-    """Return how many groups of a round are flat or incomplete."""
-    groups, flat, incomplete = len(compared.gids), int(compared.flat.sum()), int(compared.incomplete.sum())
+def group_metrics(groups: int, flat: int, incomplete: int) -> dict[str, float]:
+    """Return how many of the groups of a round are flat or incomplete."""
     return {
         "dyn/flat_groups": float(flat),
         "dyn/incomplete_groups": float(incomplete),

@@ -94,27 +94,23 @@ class SamplePool:
 
     def _move(self, placement: Placement, places: Gathered) -> int:
         """Exchange the samples that change rank, size by size, and return the bytes."""
-        moved_bytes = 0
+        rank, ranks, moved_bytes = self._world.data.rank, range(self._world.data.size), 0
+        assert self._example is not None, "rounds are added before samples are taken"
         sizes = {row: tuple(places.sizes[row].tolist()) for row, _, _ in placement.moves}
         for size in sorted(set(sizes.values())):
             moves = [move for move in placement.moves if sizes[move[0]] == size]
-            arrived, row_bytes = self._move_size(moves)
-            mine = sorted((source, row) for row, source, target in moves if target == self._world.data.rank)
+            sent = [sorted(row for row, source, target in moves if (source, target) == (rank, to)) for to in ranks]
+            record, number_of = self._one_record([row for rows in sent for row in rows])
+            send = [[number_of[row] for row in rows] for rows in sent]
+            receive = [sum((source, target) == (sender, rank) for _, source, target in moves) for sender in ranks]
+            tensors = {} if record is None else record.tensors()
+            received, row_bytes = exchange_rows(tensors, send, receive, self._world.data)
+            # By source rank and pool row. Fields that are no tensors are equal in all samples of an epoch.
+            arrived = self._example.with_tensors(received)
+            mine = sorted((source, row) for row, source, target in moves if target == rank)
             self._held |= {row: (arrived, number) for number, (_, row) in enumerate(mine)}
             moved_bytes += len(moves) * row_bytes
         return moved_bytes
-
-    def _move_size(self, moves: Sequence[tuple[int, int, int]]) -> tuple[Samples, int]:
-        """Exchange samples of one video size; return the arrivals by (source rank, pool row), and the bytes of one."""
-        rank, ranks = self._world.data.rank, range(self._world.data.size)
-        assert self._example is not None, "rounds are added before samples are taken"
-        sent = [sorted(row for row, source, target in moves if (source, target) == (rank, to)) for to in ranks]
-        record, number_of = self._one_record([row for rows in sent for row in rows])
-        send = [[number_of[row] for row in rows] for rows in sent]
-        receive = [sum((source, target) == (sender, rank) for _, source, target in moves) for sender in ranks]
-        received, row_bytes = exchange_rows({} if record is None else record.tensors(), send, receive, self._world.data)
-        # Fields that are no tensors are equal in all samples of an epoch.
-        return self._example.with_tensors(received), row_bytes
 
     def _one_record(self, rows: Sequence[int]) -> tuple[Samples | None, dict[int, int]]:
         """Return a record that holds these pool rows, and where; a copy only when they are in several records."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -36,11 +34,6 @@ class ConditionStream:
     sampler: DistributedKRepeatSampler  # the loader's batch sampler; `take` sets its step
     _iterator: Iterator[Sequence[tuple[int, Condition]]] | None = None
 
-    @property
-    def next_step(self) -> int:
-        """First step not taken yet: rounds continue each other's steps, resampled ones included."""
-        return self.sampler.next_step
-
     def take(self, step: int) -> tuple[Condition, ...]:
         """Return this rank's conditions of a global step.
 
@@ -69,30 +62,29 @@ class Collector:
     world: World
     on_batch: Callable[[int], None] = lambda _: None  # gets the number of samples after every batch, for progress
 
-    def collect(
-        self, clock: Clock, sync_errors: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-    ) -> tuple[ScoredBatch, ...]:
-        """Return this rank's scored samples of the next round, one batch per video size.
+    def collect(self, clock: Clock, phase: str = "sampling") -> tuple[ScoredBatch, ...]:
+        """Return this rank's scored samples of the next round, one batch per video size (collective call).
+
+        With sharded weights a rollout is one, so an error while loading must reach all ranks before it begins.
 
         Args:
-            clock: counts the seconds of every phase.
-            sync_errors: entered for loading, rollout and scoring in turn. With sharded weights a rollout is a
-                collective call, so an error while loading must reach all ranks before it begins.
+            clock: counts the seconds of every part.
+            phase: what an error says that it failed in.
         """
-        share = self.config.sample.share_prefix
+        world, share = self.world, self.config.sample.share_prefix
         gids: list[list[int]] = []
         if share:  # of every rank in the next round, asked before the stream moves on
-            sampler, first = self.stream.sampler, self.stream.next_step
-            plans = [sampler.plan(first + step) for step in range(self.config.sample.num_batches_per_epoch)]
+            sampler = self.stream.sampler
+            plans = [sampler.plan(sampler.next_step + step) for step in range(self.config.sample.num_batches_per_epoch)]
             gids = [[gid for plan in plans for _, gid, *_ in plan[rank]] for rank in range(sampler.num_replicas)]
         conditions: list[Condition] = []
-        with sync_errors():
+        with world.sync_errors(phase):
             for _ in range(self.config.sample.num_batches_per_epoch):
                 with clock.phase("fetch"):
-                    conditions += self.stream.take(self.stream.next_step)
+                    conditions += self.stream.take(self.stream.sampler.next_step)
         with clock.phase("encode"):
-            share_encodings(self.policy, conditions, self.world.all, sync_errors)
-        with sync_errors():
+            share_encodings(self.policy, conditions, world, phase)
+        with world.sync_errors(phase):
             encoded = self._encode(conditions, clock)
         shared = None
         if share:
@@ -103,20 +95,20 @@ class Collector:
                     gids,
                     self.sampling,
                     self.config.sample.train_batch_size,
-                    self.world.data,
-                    sync_errors,
+                    world,
+                    phase,
                 )
         overlap = self.config.reward.overlap
-        with ScoringQueue(self.policy, self.rewards, clock, self.world, overlap=overlap).open() as queue:
-            with sync_errors():
+        with ScoringQueue(self.policy, self.rewards, clock, world, overlap=overlap).open() as queue:
+            with world.sync_errors(phase):
                 sampled = []
                 for number, batch in enumerate(encoded):
                     sampled.append(self._roll_out(*batch[1:], shared, clock, queue))
                     self._print([debug_print.prompt_line(number, [condition.prompt for condition in batch[1]])])
-            with sync_errors():
+            with world.sync_errors(phase):
                 own = queue.rewards()
-            rewards = share_results(own, self.world)
-            with sync_errors():
+            rewards = share_results(own, world)
+            with world.sync_errors(phase):
                 drawn = [(positions, own) for positions, own, _ in encoded]
                 batches = merge_sizes(drawn, sampled, rewards)
                 batches[0] = dataclasses.replace(batches[0], videos=queue.first_videos)
@@ -124,7 +116,7 @@ class Collector:
         if trains_groups(self.config):
             with clock.phase("rollout"):
                 own_sizes = [batch.samples for batch in batches]
-                groups = as_groups(own_sizes, gids, self.config.sample.k, self.world.data, sync_errors)
+                groups = as_groups(own_sizes, gids, self.config.sample.k, world, phase)
             batches = [dataclasses.replace(b, groups=own) for b, own in zip(batches, groups, strict=True)]
         return tuple(batches)
 

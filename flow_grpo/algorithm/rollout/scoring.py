@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from flow_grpo.runtime.clock import Clock
 from flow_grpo.runtime.ranks.process_group import InputError, World
 
 logger = logging.getLogger(__name__)
+Scored: TypeAlias = tuple[dict[str, RewardResult], float]  # reward name -> result, and the seconds that all took
 
 
 @torch.no_grad()
@@ -82,8 +83,7 @@ class ScoringQueue:
     overlap: bool  # measure while sampling continues
 
     def __post_init__(self) -> None:
-        self._batches: list[tuple[tuple[Condition, ...], Tensor]] = []
-        self._jobs: list[Future[tuple[dict[str, RewardResult], float]]] = []
+        self._jobs: list[Callable[[], Future[Scored]]] = []  # of the batches, started by the first call
         self._thread = ThreadPoolExecutor(1, "scoring", torch.set_num_threads, (torch.get_num_threads(),))
         # (b, 3, T, h, w) CPU fp32 videos of this rank's rows of the first batch, which are its first ones on rank 0,
         # once they are decoded; for the log.
@@ -95,9 +95,10 @@ class ScoringQueue:
         An error is raised by `rewards`, not here: the next rollout may be a collective call, in which the other ranks
         would wait for this one.
         """
-        self._batches.append((conditions, latents))
+        job = functools.cache(functools.partial(self._start, len(self._jobs), conditions, latents))
+        self._jobs.append(job)
         if self.overlap:
-            self._start()
+            job()
 
     def rewards(self) -> list[dict[str, RewardResult]]:
         """Return reward name -> result of every batch, of this rank's rows; empty where it has none.
@@ -105,11 +106,10 @@ class ScoringQueue:
         Raises what the first failed batch raised.
         """
         done, begun = [], time.perf_counter()
-        for number in range(len(self._batches)):
-            if number == len(self._jobs):
-                self._start()
+        for job in self._jobs:
+            started = job()
             with self.clock.phase("score"):
-                done.append(self._jobs[number].result())
+                done.append(started.result())
         if self.overlap:
             waited = time.perf_counter() - begun
             self.clock.hidden["score"] += max(0.0, sum(seconds for _, seconds in done) - waited)
@@ -123,24 +123,19 @@ class ScoringQueue:
         finally:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _start(self) -> None:
-        """Submit the next batch for measuring; an accelerator decodes it first, in the sampling thread."""
-        number = len(self._jobs)
-        conditions, latents = self._batches[number]
+    def _start(self, number: int, conditions: tuple[Condition, ...], latents: Tensor) -> Future[Scored]:
+        """Submit a batch for measuring; an accelerator decodes it first, in the sampling thread."""
         rows = self.world.dealt_rows(number, len(conditions))
         conditions, latents = conditions[rows], latents[rows]
         if not conditions:
-            self._jobs.append(self._thread.submit(lambda: ({}, 0.0)))
-            return
+            return self._thread.submit(lambda: ({}, 0.0))
         decoded: Callable[[], Tensor] = functools.partial(decode, self.policy, conditions, latents)
         if latents.device.type != "cpu":
             with self.clock.phase("score"):
                 decoded = _called(decoded)
-        self._jobs.append(self._thread.submit(self._measure, number, conditions, decoded))
+        return self._thread.submit(self._measure, number, conditions, decoded)
 
-    def _measure(
-        self, number: int, conditions: Sequence[Condition], decoded: Callable[[], Tensor]
-    ) -> tuple[dict[str, RewardResult], float]:
+    def _measure(self, number: int, conditions: Sequence[Condition], decoded: Callable[[], Tensor]) -> Scored:
         """Return the results of rows of a batch and the seconds they took; `decoded` returns their videos."""
         begun = time.perf_counter()
         videos = decoded()
@@ -173,42 +168,35 @@ def share_results(own: Sequence[dict[str, RewardResult]], world: World) -> list[
     """
     if world.sample.size == 1:
         return list(own)
-    of_ranks = [json.loads(text) for text in world.sample.gather_text(json.dumps(own, default=_as_json))]
-    return [merge_results([_from_json(part) for part in parts if part]) for parts in zip(*of_ranks, strict=True)]
+    texts = world.sample.gather_text(json.dumps(own, default=_as_json))
+    of_ranks = [json.loads(text, object_hook=_from_json) for text in texts]
+    return [merge_results([part for part in parts if part]) for parts in zip(*of_ranks, strict=True)]
 
 
 def merge_results(parts: Sequence[dict[str, RewardResult]]) -> dict[str, RewardResult]:
     """Join the same rewards' results of consecutive rows."""
-    return {name: _concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-def _concatenate(results: Sequence[RewardResult]) -> RewardResult:
-    return RewardResult(
-        values=torch.cat([result.values for result in results]),
-        valid=torch.cat([result.valid for result in results]),
-        causes=tuple(cause for result in results for cause in result.causes),
-        info={name: torch.cat([result.info[name] for result in results]) for name in results[0].info},
-        faulty=torch.cat([result.faults for result in results]),
-    )
+    merged = {}
+    for reward in parts[0]:
+        results = [part[reward] for part in parts]
+        merged[reward] = RewardResult(
+            values=torch.cat([result.values for result in results]),
+            valid=torch.cat([result.valid for result in results]),
+            causes=tuple(cause for result in results for cause in result.causes),
+            info={name: torch.cat([result.info[name] for result in results]) for name in results[0].info},
+            faulty=torch.cat([result.faults for result in results]),
+        )
+    return merged
 
 
 def _as_json(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist()}
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {"tensor": str(value.dtype).removeprefix("torch."), "values": value.tolist()}
+    return {"reward result": vars(value)}
 
 
-def _from_json(results: dict[str, Any]) -> dict[str, RewardResult]:
-    def tensor(saved: dict[str, Any] | None) -> Any:
-        return None if saved is None else torch.tensor(saved["values"], dtype=getattr(torch, saved["dtype"]))
-
-    return {
-        name: RewardResult(
-            values=tensor(saved["values"]),
-            valid=tensor(saved["valid"]),
-            causes=tuple(saved["causes"]),
-            info={key: tensor(extra) for key, extra in saved["info"].items()},
-            faulty=tensor(saved["faulty"]),
-        )
-        for name, saved in results.items()
-    }
+def _from_json(entry: dict[str, Any]) -> Any:
+    if entry.keys() == {"tensor", "values"}:
+        return torch.tensor(entry["values"], dtype=getattr(torch, entry["tensor"]))
+    if entry.keys() == {"reward result"}:
+        return RewardResult(**entry["reward result"] | {"causes": tuple(entry["reward result"]["causes"])})
+    return entry

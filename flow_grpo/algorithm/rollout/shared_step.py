@@ -9,8 +9,7 @@ and velocity to the others, and repeats the call in the update, for all of the g
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from flow_grpo.algorithm.rollout.denoise import initial_noise, prefix, window_ro
 from flow_grpo.models.policy import Policy
 from flow_grpo.records import Condition, Conditioning, Samples, Trajectory
 from flow_grpo.runtime.ranks.exchange import dealt, hand_out
-from flow_grpo.runtime.ranks.process_group import Group
+from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.sampling import Sampling
 
 Batch = tuple[tuple[Condition, ...], Conditioning]
@@ -33,8 +32,8 @@ def shared_steps(
     gids: Sequence[Sequence[int]],
     sampling: Sampling,
     rows: int,
-    group: Group,
-    sync_errors: Callable[[], AbstractContextManager[None]],
+    world: World,
+    phase: str,
 ) -> dict[int, Tensor]:
     """Return gid -> (2, C, F, H, W) latents before the window and velocity there, of this rank's groups (collective).
 
@@ -44,15 +43,16 @@ def shared_steps(
         gids: per rank, the groups of its samples in this round.
         sampling: with initial noise that copies share.
         rows: groups that share a call.
-        group: who takes part.
-        sync_errors: entered while computing, so that an error reaches all ranks before they exchange.
+        world: who takes part.
+        phase: what an error, which reaches all ranks before they exchange, says that it failed in.
     """
+    group = world.data
     owner, share = dealt(gids)
     mine = share[group.rank]
     place = {c.gid: (batch, row) for batch, (own, _) in enumerate(batches) for row, c in enumerate(own)}
     conditions = {gid: batches[batch][0][row] for gid, (batch, row) in place.items()}
     made: dict[int, Tensor] = {}
-    with sync_errors():
+    with world.sync_errors(phase):
         shapes = {gid: policy.latent_shape([condition]) for gid, condition in conditions.items()}
         for call in full_batches([shapes[gid] for gid in mine], rows):
             own = [mine[position] for position in call]
@@ -68,17 +68,14 @@ def shared_steps(
 
 
 def as_groups(
-    sizes: Sequence[Samples],
-    gids: Sequence[Sequence[int]],
-    k: int,
-    group: Group,
-    sync_errors: Callable[[], AbstractContextManager[None]],
+    sizes: Sequence[Samples], gids: Sequence[Sequence[int]], k: int, world: World, phase: str
 ) -> list[Samples | None]:
     """Return this rank's groups with the draws of their k copies, from the ranks that drew them (collective call).
 
     `sizes` are this rank's samples, by video size, as the groups are; None where it has no group of a size. The other
     arguments are those of `shared_steps`.
     """
+    group = world.data
     _, share = dealt(gids)
     keys = torch.cat([samples.keys for samples in sizes])
     copies = [k * gid + slot for gid, slot, _ in group.all_gather(keys).tolist()]
@@ -89,7 +86,7 @@ def as_groups(
     drawn = dict(zip(copies[group.rank * len(keys) :][: len(keys)], states, strict=True))
     drawn |= hand_out(drawn, holder, [[k * gid + slot for gid in own for slot in range(k)] for own in share], group)
     found: list[Samples | None] = []
-    with sync_errors():
+    with world.sync_errors(phase):
         for samples in sizes:
             place = {gid: row for row, gid in enumerate(samples.keys[:, 0].tolist())}
             mine = [gid for gid in share[group.rank] if gid in place]
