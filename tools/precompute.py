@@ -28,7 +28,8 @@ if __name__ == "__main__":
 
 import torch
 
-from flow_grpo.data.dataset import ConditionDataset, VideoDataset
+from flow_grpo.data.dataset import ConditionDataset
+from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.splits import whole_splits
 from flow_grpo.judging.evaluate import eval_guidance, training_guidance
 from flow_grpo.models.encoders.codec import Codec, codec_settings
@@ -65,7 +66,7 @@ def main(words: Sequence[str] | None = None) -> int:
         with raise_on_all_ranks(world):
             splits = whole_splits(config.data)
             encodings = open_encodings(config, device)
-            of_videos = [data for data in splits if isinstance(data, VideoDataset)]
+            of_videos = [data for data in splits if isinstance(data, MultiCamDataset)]
             tasks = [*video_tasks(of_videos, encodings), *prompt_tasks(config, splits, encodings)]
     except ValueError as error:
         return refuse(error, world)
@@ -86,14 +87,14 @@ def open_encodings(config: Config, device: torch.device) -> Encodings:
     return Encodings(codec, texts, store, images=images, max_prompt_tokens=model.max_prompt_tokens)
 
 
-def video_tasks(splits: Sequence[VideoDataset], encodings: Encodings) -> Iterator[Task]:
+def video_tasks(splits: Sequence[MultiCamDataset], encodings: Encodings) -> Iterator[Task]:
     """Yield one task per distinct source video and size."""
     places = {(data.source_file(i), data.size_of(i)): (data, i) for data in splits for i in range(len(data))}
     for (file, _), place in places.items():
         yield str(file), functools.partial(encode_source, encodings, *place)
 
 
-def encode_source(encodings: Encodings, data: VideoDataset, index: int) -> bool:
+def encode_source(encodings: Encodings, data: MultiCamDataset, index: int) -> bool:
     content, size = data.source_id(index), data.size_of(index)
     if encodings.knows_source(content, size):
         return False

@@ -55,7 +55,18 @@ def read_cameras(file: Path, cameras: Sequence[str], num_frames: int) -> Tensor:
             places.append(f"camera file {file}, {frame}, {camera}")
             matrices.append(_parse_matrix(frames[frame][camera], places[-1]))
     poses = multicam_to_opencv(torch.tensor(matrices, dtype=torch.float64))
-    _check_rigid(poses, places)
+    try:
+        check_poses(poses)
+    except ValueError:
+        for pose, place in zip(poses, places, strict=True):
+            check_poses(pose, place)  # names the first that is not rigid
+        raise
+    # The file's axes are left-handed, so its proper rotations have determinant -1 after conversion.
+    for number in (torch.linalg.det(poses[:, :3, :3]) > 0).nonzero().flatten().tolist():
+        raise ValueError(
+            f"{places[number]}: the rotation is a mirror image (determinant -1 in the file), must be +1; "
+            "export it again"
+        )
     return rearrange(poses, "(camera frame) r c -> camera frame r c", camera=len(cameras))
 
 
@@ -71,19 +82,3 @@ def _parse_matrix(text: object, place: str) -> list[list[float]]:
     if any(len(row) != 4 for row in rows):
         raise ValueError(refusal)
     return rows
-
-
-def _check_rigid(poses: Tensor, places: Sequence[str]) -> None:
-    # Converted poses (N, 4, 4); the error names the place of the first that is not rigid.
-    try:
-        check_poses(poses)
-    except ValueError:
-        for pose, place in zip(poses, places, strict=True):
-            check_poses(pose, place)
-        raise
-    # The file's axes are left-handed, so its proper rotations have determinant -1 after conversion.
-    for number in (torch.linalg.det(poses[:, :3, :3]) > 0).nonzero().flatten().tolist():
-        raise ValueError(
-            f"{places[number]}: the rotation is a mirror image (determinant -1 in the file), must be +1; "
-            "export it again"
-        )

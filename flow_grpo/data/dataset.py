@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from flow_grpo.data.k_repeat_sampler import SampleKey
@@ -75,22 +74,6 @@ class ConditionDataset(Dataset[tuple[int, Condition]], abc.ABC):
             return self.make(index, gid, slot)
         except ValueError as error:
             raise InputError(str(error)) from error
-
-
-class VideoDataset(ConditionDataset):
-    """A data set whose conditions have a source video."""
-
-    @abc.abstractmethod
-    def source_file(self, index: int) -> Path:
-        """Path of the source video."""
-
-    @abc.abstractmethod
-    def source_video(self, index: int) -> Tensor:
-        """Read the source video (3, T, h, w), fp32 in [0, 1], without the rest of the condition."""
-
-    def source_id(self, index: int) -> str:
-        """Hash of the source video's file content, the cache key of its encoding; nothing is decoded."""
-        return file_id(self.source_file(index))
 
 
 def file_id(file: Path) -> str:

@@ -136,9 +136,18 @@ class DistributedKRepeatSampler(AlreadySharded, Sampler[list[SampleKey]]):
             ValueError: negative step.
         """
         _check_step(step)
-        pairs = self._contiguous_pairs(step) if self.layout == "contiguous" else self._batch_pairs(step)
+        m, size, batches = self.conditions_per_batch, self.batch_size, self.num_batches_per_epoch
+        if self.layout == "contiguous":  # the copies of a round, group by group, go to the ranks in turn
+            round_index, batch = divmod(step, batches)
+            ranks = range(round_index * self.num_replicas, (round_index + 1) * self.num_replicas)
+            starts = [(rank * batches + batch) * size for rank in ranks]
+            pairs = [divmod(copy, self.k) for start in starts for copy in range(start, start + size)]
+        else:  # slot-major: copies of a group are m apart
+            pairs = [(step * m + position, slot) for slot in range(self.k) for position in range(m)]
+        if self.layout == "shuffled":
+            order = torch.randperm(len(pairs), generator=generator(self.seed, "shuffle", step))
+            pairs = [pairs[position] for position in order.tolist()]
         keys = [(step, gid, slot, self._index(gid)) for gid, slot in pairs]
-        size = self.batch_size
         return [keys[rank * size : (rank + 1) * size] for rank in range(self.num_replicas)]
 
     def seek(self, step: int) -> None:
@@ -220,22 +229,6 @@ class DistributedKRepeatSampler(AlreadySharded, Sampler[list[SampleKey]]):
                 "when num_replicas * batch_size does not, in layout contiguous only between rounds) or start anew"
             )
         self.seek(next_step)
-
-    def _batch_pairs(self, step: int) -> list[tuple[int, int]]:
-        # (gid, slot) in rank order, slot-major: copies of a group are m apart.
-        m = self.conditions_per_batch
-        pairs = [(step * m + position, slot) for slot in range(self.k) for position in range(m)]
-        if self.layout == "spread":
-            return pairs
-        order = torch.randperm(len(pairs), generator=generator(self.seed, "shuffle", step))
-        return [pairs[position] for position in order.tolist()]
-
-    def _contiguous_pairs(self, step: int) -> list[tuple[int, int]]:
-        # (gid, slot) in rank order. The copies of a round, group by group, go to the ranks in turn: nb * B to each.
-        round_index, batch = divmod(step, self.num_batches_per_epoch)
-        ranks = range(round_index * self.num_replicas, (round_index + 1) * self.num_replicas)
-        starts = [(rank * self.num_batches_per_epoch + batch) * self.batch_size for rank in ranks]
-        return [divmod(copy, self.k) for start in starts for copy in range(start, start + self.batch_size)]
 
     def _index(self, gid: int) -> int:
         # The condition of a group. Its step belongs to one structure, which is visited in its own passes: each cycle

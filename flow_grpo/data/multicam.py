@@ -20,13 +20,14 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from flow_grpo.data.camera_files import BAD_JSON, camera_names, read_cameras
 from flow_grpo.data.captions import caption_of, tables
-from flow_grpo.data.dataset import ConditionDataset, VideoDataset, file_id
+from flow_grpo.data.dataset import ConditionDataset, file_id
 from flow_grpo.data.dynamic_batch import video_tokens
 from flow_grpo.data.exclude import Verdicts
 from flow_grpo.data.video_io import Size, VideoCache, fitted_size, nearest_bucket, video_size
@@ -67,7 +68,7 @@ class Scene:
         return self.place(camera) / "videos" / f"{camera}.mp4"
 
 
-class MultiCamDataset(VideoDataset):
+class MultiCamDataset(ConditionDataset):
     """Conditions of a folder in MultiCamVideo layout, one per (scene, target camera).
 
     The source camera is another camera of the scene, chosen by a hash of scene and target name: it depends on no seed
@@ -81,7 +82,7 @@ class MultiCamDataset(VideoDataset):
         size: Size,
         *,
         prompt: str,
-        reference: str = "source",
+        reference: Literal["source", "target"] = "source",
         buckets: Sequence[Size] = (),
         choose: Callable[[list[Scene]], list[Scene]] = list,
         exclude: Callable[[list[Scene]], Verdicts] | None = None,
@@ -99,13 +100,9 @@ class MultiCamDataset(VideoDataset):
             exclude: returns verdicts of the split's scenes; items whose verdict is not "" are left out.
 
         Raises:
-            ValueError: missing or empty folder, scene without camera file or with fewer than two cameras, bad
-                argument, or every item excluded.
+            ValueError: missing or empty folder, scene without camera file or with fewer than two cameras, or every item
+                excluded.
         """
-        if reference not in ("source", "target"):
-            raise ValueError(f"reference camera is {reference!r}, must be 'source' or 'target'")
-        if min(size) < 1:
-            raise ValueError(f"dataset got (frames, height, width) = {size}; must be at least 1")
         self.root, self.prompt, self.reference = Path(root), prompt, reference
         found = find_scenes(self.root, split)
         verdicts = exclude(found) if exclude else {}
@@ -119,7 +116,8 @@ class MultiCamDataset(VideoDataset):
             )
         self._sizes = {scene.name: _bucket_of(scene, buckets) if buckets else size for scene in self.scenes}
         self._cache = VideoCache()
-        self._fingerprint = ""
+        names = [f"{scene.name}/{camera}" for scene in self.scenes for camera in (*scene.cameras, *scene.commands)]
+        self._fingerprint = _hash_lines([*names, "", *(f"{scene.name}/{camera}" for scene, camera in self._items)])
 
     def __len__(self) -> int:
         return len(self._items)
@@ -173,8 +171,12 @@ class MultiCamDataset(VideoDataset):
         scene, target = self._items[index]
         return scene.video(self._source_camera(scene, target))
 
+    def source_id(self, index: int) -> str:
+        """Hash of the source video's file content, the cache key of its encoding; nothing is decoded."""
+        return file_id(self.source_file(index))
+
     def source_video(self, index: int) -> Tensor:
-        """Read the source video (3, T, h, w), fp32 in [0, 1]."""
+        """Read the source video (3, T, h, w), fp32 in [0, 1], without the rest of the condition."""
         scene, target = self._items[index]
         return self._video(scene, self._source_camera(scene, target))[0]
 
@@ -201,10 +203,7 @@ class MultiCamDataset(VideoDataset):
 
     def fingerprint(self) -> str:
         """Hash of all camera and item names, which fixes what an index means; independent of the root."""
-        if not self._fingerprint:  # asked for several times an epoch, with the sampler's state
-            names = [f"{scene.name}/{camera}" for scene in self.scenes for camera in (*scene.cameras, *scene.commands)]
-            self._fingerprint = _hash_lines([*names, "", *("/".join(self.name_of(i)) for i in range(len(self)))])
-        return self._fingerprint
+        return self._fingerprint  # asked for several times an epoch, with the sampler's state
 
     def contents(self) -> str:
         """Hash of the names and sizes of all files of the split, see `contents_of`."""
@@ -215,9 +214,25 @@ class MultiCamDataset(VideoDataset):
         return any((scene.folder / name).is_file() for scene in self.scenes)
 
     def check_apart(self, held_out: ConditionDataset) -> None:
-        """Raise ValueError if a video here, to train on, is also held out, see `check_disjoint`."""
+        """Refuse to train here on a held-out video, be it under a link or a copy.
+
+        Only files of equal size are read and compared, so that this costs little more than listing them.
+
+        Raises:
+            ValueError: names both files.
+        """
         assert isinstance(held_out, MultiCamDataset)
-        check_disjoint(self.scenes, held_out.scenes)
+        own, others = ([s.video(camera) for s in data.scenes for camera in s.cameras] for data in (self, held_out))
+        of_size: dict[int, list[Path]] = {}
+        for video in others:
+            of_size.setdefault(video.stat().st_size, []).append(video)
+        for video in own:
+            for twin in of_size.get(video.stat().st_size, ()):
+                if video.samefile(twin) or file_id(video) == file_id(twin):
+                    raise ValueError(
+                        f"training video {video} has the content of held-out video {twin}, which must not be trained "
+                        "on; remove one of the two scenes"
+                    )
 
     def _source_camera(self, scene: Scene, target: str) -> str:
         others = [camera for camera in scene.cameras if camera != target]
@@ -251,30 +266,6 @@ def contents_of(scenes: Sequence[Scene]) -> str:
 def contents_by_scene(scenes: Sequence[Scene]) -> dict[str, str]:
     """Scene name -> hash of the names and sizes of its files."""
     return {scene.name: contents_of([scene]) for scene in scenes}
-
-
-def check_disjoint(train: Sequence[Scene], held_out: Sequence[Scene]) -> None:
-    """Refuse to train on a held-out video, be it under a link or a copy.
-
-    Only files of equal size are read and compared, so that this costs little more than listing them.
-
-    Raises:
-        ValueError: names both files.
-    """
-    of_size: dict[int, list[Path]] = {}
-    for video in _videos(held_out):
-        of_size.setdefault(video.stat().st_size, []).append(video)
-    for video in _videos(train):
-        for twin in of_size.get(video.stat().st_size, ()):
-            if video.samefile(twin) or file_id(video) == file_id(twin):
-                raise ValueError(
-                    f"training video {video} has the content of held-out video {twin}, which must not be trained on; "
-                    "remove one of the two scenes"
-                )
-
-
-def _videos(scenes: Sequence[Scene]) -> Iterator[Path]:
-    return (scene.video(camera) for scene in scenes for camera in scene.cameras)
 
 
 def _bucket_of(scene: Scene, buckets: Sequence[Size]) -> Size:

@@ -78,7 +78,11 @@ def read_prompts(file: Path) -> list[str]:
     if ending == ".csv":
         texts = [row[COLUMN] for row in read_table(file, [COLUMN], way_out)]
     elif ending == ".jsonl":
-        texts = [text_field(row, file, number, way_out) for number, row in read_json_lines(file, way_out)]
+        texts = []
+        for number, row in read_json_lines(file, way_out):
+            if not (isinstance(row, dict) and isinstance(row.get(COLUMN), str)):
+                raise ValueError(f"{file}: line {number} has no text {COLUMN}; {way_out}")
+            texts.append(row[COLUMN])
     else:
         texts = read_text(file, way_out).split("\n")  # not at U+2028 and its like, which captions have inside
     numbers: dict[str, list[int]] = {}
@@ -94,11 +98,3 @@ def read_prompts(file: Path) -> list[str]:
             f"{', '.join(map(str, found[:5]))}); a prompt's copies are sampled by sample.k, keep one of each"
         )
     return list(numbers)
-
-
-def text_field(row: object, file: Path, number: int, way_out: str) -> str:
-    """Return the prompt of an object of a .jsonl file; ValueError if it has none."""
-    text = row.get(COLUMN) if isinstance(row, dict) else None
-    if not isinstance(text, str):
-        raise ValueError(f"{file}: line {number} has no text {COLUMN}; {way_out}")
-    return text

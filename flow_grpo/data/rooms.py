@@ -125,8 +125,7 @@ class Shot:
         speed, turn = math.exp(low + (high - low) * first), self.turn[0] + (self.turn[1] - self.turn[0]) * second
         progress = frame_times(frames).double()[:, None]
         progress = {"even": progress, "in": progress**2, "out": 1 - (1 - progress) ** 2}[self.ease]
-        vectors = (torch.tensor(part, dtype=torch.float64) for part in (self.translation, self.rotation))
-        translation, rotation = vectors
+        translation, rotation = torch.tensor((self.translation, self.rotation), dtype=torch.float64)
         return pose(rotation_matrix(progress * (turn * rotation).deg2rad()), progress * (speed * translation))
 
 

@@ -61,10 +61,8 @@ def camera_path(trajectory: Trajectory, num_frames: int, video_fps: float = WAN_
     Warns if the path is outside the training distribution, see `outside_training`.
 
     Raises:
-        ValueError: unknown preset, bad magnitude, unreadable file, no poses or too few, or a bad number of frames.
+        ValueError: unknown preset, bad magnitude, unreadable file, or no poses or too few.
     """
-    if num_frames < 1:
-        raise ValueError(f"frames of camera path {str(trajectory)!r} is {num_frames}, must be at least 1")
     if _is_file(trajectory):
         poses = read_path(Path(trajectory), num_frames, video_fps)
     else:
@@ -292,7 +290,7 @@ class UserVideos(ConditionDataset):
             ValueError: no or duplicate names, a video without readable header, or a refused trajectory.
         """
         self.videos, self.trajectories = tuple(videos), tuple(trajectories)
-        self._labels = [_label(trajectory) for trajectory in self.trajectories]
+        self._labels = [Path(t).stem if _is_file(t) else "".join(str(t).split()) for t in self.trajectories]
         for what, names in (("videos", self.videos), ("trajectories", self._labels)):
             if not names or len(set(names)) < len(names):
                 raise ValueError(f"user videos: {what} are {[*map(str, names)]}, must be at least one and none twice")
@@ -340,7 +338,3 @@ def find_videos(folder: Path) -> list[Path]:
 
 def _is_file(trajectory: Trajectory) -> bool:
     return str(trajectory).lower().endswith(".json")
-
-
-def _label(trajectory: Trajectory) -> str:
-    return Path(trajectory).stem if _is_file(trajectory) else "".join(str(trajectory).split())

@@ -42,8 +42,6 @@ def read_video(path: str | Path, num_frames: int, start: int = 0) -> Tensor:
         ValueError: missing or unreadable file, or too few frames; names the file, the frames decoded and those needed.
     """
     path, needed = Path(path), start + num_frames
-    if num_frames < 1 or start < 0:
-        raise ValueError(f"video {path}: num_frames={num_frames}, start={start}, must be at least 1 and 0")
     if not path.is_file():
         raise ValueError(f"video {path} does not exist, got 0 of {needed} frames; check the dataset folder")
     video, decoded = torch.empty(0), 0
@@ -52,11 +50,17 @@ def read_video(path: str | Path, num_frames: int, start: int = 0) -> Tensor:
             for decoded, frame in enumerate(container.decode(stream), 1):
                 if decoded <= start:
                     continue
-                pixels = as_shown(path, frame)
+                upright, down, right = orientation(path, frame)
+                pixels = frame.to_ndarray(format="rgb24", interpolation=EXACT_COLOURS, threads=THREADS)
+                pixels = np.ascontiguousarray((pixels if upright else pixels.swapaxes(0, 1))[::down, ::right])
                 place = decoded - 1 - start
                 if place == 0:  # one buffer: stacking a list of frames would double the memory of a large clip
                     video = torch.empty(3, num_frames, *pixels.shape[:2], dtype=torch.uint8)
-                _check_size(path, decoded - 1, pixels.shape[:2], tuple(video.shape[2:]))
+                elif (size := pixels.shape[:2]) != (before := tuple(video.shape[2:])):
+                    raise ValueError(
+                        f"video {path}: frame {decoded - 1} is {size[0]}x{size[1]}, those before it "
+                        f"{before[0]}x{before[1]}; encode it again in one size"
+                    )
                 video[:, place] = rearrange(torch.from_numpy(pixels), "h w c -> c h w")
                 if decoded == needed:
                     return video
@@ -213,13 +217,6 @@ def opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
         yield container, streams[0]
 
 
-def as_shown(path: str | Path, frame: av.VideoFrame) -> np.ndarray:
-    """Return a frame (h, w, 3), uint8, as players show it; ValueError as `orientation`."""
-    upright, down, right = orientation(path, frame)
-    pixels = frame.to_ndarray(format="rgb24", interpolation=EXACT_COLOURS, threads=THREADS)
-    return np.ascontiguousarray((pixels if upright else pixels.swapaxes(0, 1))[::down, ::right])
-
-
 def orientation(path: str | Path, frame: av.VideoFrame) -> tuple[bool, int, int]:
     """Return how a frame's display matrix turns and mirrors it: rows stay rows, then the steps along rows and columns.
 
@@ -245,11 +242,3 @@ def orientation(path: str | Path, frame: av.VideoFrame) -> tuple[bool, int, int]
             "be seen"
         )
     return (True, int(d), int(a)) if a else (False, int(b), int(c))
-
-
-def _check_size(path: Path, number: int, size: tuple[int, ...], before: tuple[int, ...]) -> None:
-    if size != before:
-        raise ValueError(
-            f"video {path}: frame {number} is {size[0]}x{size[1]}, those before it {before[0]}x{before[1]}; "
-            "encode it again in one size"
-        )

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSamp
 
 from flow_grpo.data.dynamic_batch import DistributedWeightedSampler as Weighted
 from flow_grpo.data.dynamic_batch import DynamicBatchSampler, LimitedPointsCollateFn, sample_cost, video_tokens
-from flow_grpo.maths.keys import generator
 from flow_grpo.runtime.ranks.process_group import World
 from tests.workers import run_ranks
 
@@ -396,17 +395,3 @@ def test_the_examples_on_the_page_run_and_the_lightning_one_compiles() -> None:
     exec(weighted, names)
     assert Counter(itertools.chain(*names["sampler"])) == Counter(names["weighted"].global_draws(0))
     assert "accelerator" in accelerate.co_names and "trainer" in lightning.co_names
-
-
-def test_planned_ranks_idle_for_less_than_a_hundredth_of_an_epoch() -> None:
-    """Of 4,000 clips of log-normal length at 480x832; a rank waits in every step for the one with the dearest batch."""
-    normal = torch.randn(4_000, dtype=torch.float64, generator=generator(0, "frames"))
-    latent = (49 / 4 * (0.5 * normal).exp()).round().clamp(1, 98)
-    frames = [4 * int(count) + 1 for count in latent.tolist()]
-    costs, limit = [video_tokens(count, 480, 832) for count in frames], 8 * video_tokens(49, 480, 832)
-    for world in (4, 8):
-        options = {"num_replicas": world, "cost": costs.__getitem__, "structure": frames.__getitem__}
-        ranks = [DynamicBatchSampler(frames, limit, rank=rank, **options) for rank in range(world)]
-        batches = [[sum(costs[index] for index in batch) for batch in sampler] for sampler in ranks]
-        longest = sum(max(step) for step in zip(*batches, strict=True))
-        assert 0 <= 1 - sum(costs) / (world * longest) < 0.01

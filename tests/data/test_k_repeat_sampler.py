@@ -144,21 +144,20 @@ def test_the_plan_walks_the_passes_without_a_gap_and_is_a_pure_function_of_the_s
     assert [make().plan(step) for step in reversed(range(40))] == forwards[::-1]
 
 
-def test_all_layouts_and_world_sizes_hold_the_same_draws_per_round():
-    def rounds(layout: str, ranks: int) -> list[list[SampleKey]]:
-        sampler = make(45, layout=layout, num_replicas=ranks, batch_size=16 // ranks)
-        batches = [flat(sampler.plan(step)) for step in range(24)]
-        if layout != "contiguous":
-            assert batches == one_rank[layout]
-        batches = [[key[1:] for key in batch] for batch in batches]
-        return [sorted(batches[step] + batches[step + 1]) for step in range(0, 24, 2)]
+@pytest.mark.parametrize("structures", [None, [0] * 25 + [1] * 20])
+def test_all_layouts_and_world_sizes_hold_the_same_draws_per_round(structures):
+    def planned(layout: str, ranks: int) -> list[list[SampleKey]]:
+        sampler = make(45, layout=layout, num_replicas=ranks, batch_size=16 // ranks, structures=structures)
+        return [flat(sampler.plan(step)) for step in range(24)]
 
-    one_rank = {
-        layout: [flat(make(45, layout=layout, num_replicas=1, batch_size=16).plan(step)) for step in range(24)]
-        for layout in LAYOUTS
-    }
-    expected = rounds("spread", 8)
-    assert all(rounds(layout, ranks) == expected for layout in LAYOUTS for ranks in (2, 4, 8))
+    def rounds(batches: list[list[SampleKey]]) -> list[list[SampleKey]]:
+        return [sorted(key[1:] for key in batches[step] + batches[step + 1]) for step in range(0, 24, 2)]
+
+    expected = rounds(planned("spread", 8))
+    for layout, ranks in itertools.product(LAYOUTS, (1, 2, 4, 8)):
+        batches = planned(layout, ranks)
+        assert rounds(batches) == expected
+        assert layout == "contiguous" or batches == planned(layout, 1)
 
 
 # --- iterating, and staying in step with the consumer
@@ -372,15 +371,6 @@ def test_equal_structures_change_nothing():
     plain, equal = make(), make(structures=["one size"] * 100)
     assert [plain.plan(step) for step in range(50)] == [equal.plan(step) for step in range(50)]
     assert plain.state_dict() == equal.state_dict()
-
-
-def test_a_round_of_several_structures_holds_the_same_draws_in_every_layout():
-    rounds = []
-    for layout in LAYOUTS:
-        sampler, _ = structured((24, 16), layout=layout)
-        steps = [[key[1:] for key in flat(sampler.plan(step))] for step in range(20)]
-        rounds.append([sorted(steps[first] + steps[first + 1]) for first in range(0, 20, 2)])
-    assert rounds[0] == rounds[1] == rounds[2]
 
 
 def test_the_examples_on_the_page_run():

@@ -324,7 +324,6 @@ def test_an_item_depends_on_its_index_alone(folder):
         ({"trajectories": ["spin"]}, "names 'spin'"),
         ({"videos": []}, "videos are []"),
         ({"videos": ["a.mp4", "a.mp4"]}, "none twice"),
-        ({"size": (0, 16, 16)}, "is 0, must be at least 1"),
     ],
 )
 def test_bad_arguments_are_refused(folder, changes, reason):

@@ -105,8 +105,6 @@ def test_missing_short_and_unreadable_files_are_refused(tmp_path):
     for content in (b"", b"no video at all" * 50):
         (tmp_path / "bad.mp4").write_bytes(content)
         assert "cannot be read, got 0 of 5 frames" in unread(tmp_path / "bad.mp4", 5)
-    for frames, start in ((0, 0), (1, -1)):
-        assert "must be at least 1 and 0" in unread(tmp_path / "a.mp4", frames, start)
 
 
 @pytest.mark.parametrize("length", [200, 400])
