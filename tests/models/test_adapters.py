@@ -122,16 +122,14 @@ def test_trained_state_round_trips_through_another_instance(mode):
 @pytest.mark.parametrize("change", ["missing", "unexpected", "shape", "mode"])
 def test_loading_a_state_that_does_not_fit_is_refused_and_changes_nothing(change):
     model = trained_model()
-    state = {name: value + 1 for name, value in adapters.trained_state(model).items()}
-    first = next(iter(state))
-    if change == "missing":
-        del state[first]
-    elif change == "unexpected":
-        state["blocks.9.extra"] = torch.zeros(1)
-    elif change == "shape":
-        state[first] = torch.zeros(3, 3)
-    else:
-        state = adapters.trained_state(trained_model(trained="camera"))
+    fitting = {name: value + 1 for name, value in adapters.trained_state(model).items()}
+    first, *others = fitting
+    state = {
+        "missing": {name: fitting[name] for name in others},
+        "unexpected": fitting | {"blocks.9.extra": torch.zeros(1)},
+        "shape": fitting | {first: torch.zeros(3, 3)},
+        "mode": adapters.trained_state(trained_model(trained="camera")),
+    }[change]
     before = adapters.trained_state(model)
     with pytest.raises(ValueError, match="checkpoint of another training mode or model"):
         adapters.load_trained_state(model, state)

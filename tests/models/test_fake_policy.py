@@ -10,7 +10,7 @@ from flow_grpo.settings.loading import load_config
 from tests.tiny_models import make_tiny_folder
 
 
-def test_without_a_model_folder_every_network_is_that_of_wan():
+def test_without_a_model_folder_every_network_is_that_of_wan_and_no_text_encoder_is_loaded():
     config = load_config("config/grpo.py:my_recam_8npu")
     codec = codec_config(config.model.path)
     assert (codec["z_dim"], codec["scale_factor_temporal"], codec["scale_factor_spatial"]) == (16, 4, 8)
@@ -20,6 +20,7 @@ def test_without_a_model_folder_every_network_is_that_of_wan():
         n: p.numel() for n, p in policy.module.named_parameters() if not n.endswith((".down.weight", ".up.weight"))
     }
     block, two = (sum(n for name, n in frozen.items() if name.startswith(place)) for place in ("blocks.0.", ""))
+    assert policy.encodings.prompt("x").shape == (512, 4096) and policy.texts._network is None
     assert two + (transformer_config(RECAM, config.model.path)["num_layers"] - 2) * block == 1_490_420_800
 
 
@@ -37,10 +38,3 @@ def test_a_key_of_a_later_diffusers_in_a_configuration_is_left_out_as_where_weig
     file = tmp_path / "transformer" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"of_tomorrow": 1}))
     assert len(FakePolicy(config).module.blocks) == 2
-
-
-def test_no_text_encoder_is_loaded():
-    config = load_config("config/grpo.py:tiny_recam")
-    policy = FakePolicy(config)
-    assert policy.encodings.prompt("x").shape == (8, transformer_config(RECAM, config.model.path)["text_dim"])
-    assert policy.texts._network is None

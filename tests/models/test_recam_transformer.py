@@ -6,6 +6,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
 from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.networks.transformers import load_transformer
+from tests.models import test_redirector_transformer
 from tests.tiny_models import CHANNELS, tiny_redirector, tiny_transformer
 
 FRAMES, HEIGHT, WIDTH = 2, 4, 6  # F, latent rows and columns
@@ -63,14 +64,21 @@ def test_the_last_block_s_shortcut_changes_no_bit_of_the_output_and_no_gradient_
 
 
 @torch.no_grad()
-def test_a_saved_model_loads_as_it_was_and_in_half_precision_keeps_in_fp32_what_wan_keeps(tmp_path):
-    model = tiny_transformer()
-    model.save_pretrained(str(tmp_path))
-    loaded = load_transformer(ReCamTransformer3DModel, tmp_path)
-    assert not loaded.training and loaded.config["camera_dim"] == 12
-    assert torch.equal(model(*inputs())[0], loaded(*inputs())[0])
-    state = load_transformer(ReCamTransformer3DModel, tmp_path, torch.bfloat16).state_dict()
-    assert state["blocks.0.attn1.to_q.weight"].dtype == torch.bfloat16
+@pytest.mark.parametrize(
+    ("model", "given", "own"),
+    [
+        (tiny_transformer(), inputs(), "cam_encoder"),
+        (tiny_redirector(), test_redirector_transformer.inputs(), "attn1.phase_qk"),
+    ],
+    ids=["recam", "redirector"],
+)
+def test_a_saved_model_loads_as_it_was_and_in_half_precision_keeps_in_fp32_what_wan_keeps(tmp_path, model, given, own):
+    for variant in (None, model.variant):
+        model.save_pretrained(str(tmp_path / str(variant)), variant=variant)
+        loaded = load_transformer(type(model), tmp_path / str(variant))
+        assert not loaded.training and torch.equal(model(*given)[0], loaded(*given)[0])
+    state = load_transformer(type(model), tmp_path / "None", torch.bfloat16).state_dict()
+    assert state[f"blocks.0.{own}.weight"].dtype == torch.bfloat16
     assert state["blocks.0.scale_shift_table"].dtype == torch.float32
 
 

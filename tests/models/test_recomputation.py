@@ -13,8 +13,8 @@ from flow_grpo.models.recam import RECAM
 from flow_grpo.models.redirector import REDIRECTOR
 from flow_grpo.models.wan_t2v import WAN_T2V
 from flow_grpo.runtime import device as device_api
-from tests.models.test_context_parallel import tiny_wan
-from tests.tiny_models import CHANNELS, tiny_redirector, tiny_transformer
+from tests.models.test_context_parallel import case
+from tests.tiny_models import CHANNELS, tiny_transformer
 
 LATENTS = (CHANNELS, 3, 4, 6)
 # Attention operators in a block: self-attention, prompt, and ReDirector's image.
@@ -31,15 +31,9 @@ class Attentions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def network(kind: str):
-    if kind == "wan_t2v":
-        return tiny_wan()
-    return tiny_redirector() if kind == "redirector" else tiny_transformer()
-
-
 def gradients(kind: str, mode: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], int, int]:
     """Return all gradients, and how often attention was computed in the forward and in the backward pass."""
-    model, made = MODELS[kind][0], network(kind)
+    model, (made, *_) = MODELS[kind][0], case(kind)
     set_checkpointing(made, mode)
     draw = torch.Generator().manual_seed(1)
     latents, prompts = torch.randn((2, *LATENTS), generator=draw), torch.randn((2, 5, 16), generator=draw)
@@ -75,7 +69,7 @@ def test_attention_in_no_known_operator_is_warned_about_once(caplog):
 
 
 def test_the_mode_can_be_changed_and_is_not_shared_between_networks():
-    made = network("recam")
+    made = tiny_transformer()
     other = copy.deepcopy(made)
     set_checkpointing(made, "keep_attention")
     assert made.is_gradient_checkpointing and not other.is_gradient_checkpointing

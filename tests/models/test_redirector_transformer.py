@@ -1,7 +1,5 @@
 """The transformer against base Wan, its files, its attention kernels, and the inputs and settings that it refuses."""
 
-import copy
-
 import pytest
 import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
@@ -10,7 +8,6 @@ from torch import nn
 
 from flow_grpo.models.networks import redirector_transformer, wan_blocks
 from flow_grpo.models.networks.redirector_transformer import ReDirectorTransformer3DModel
-from flow_grpo.models.networks.transformers import load_transformer
 from flow_grpo.models.redirector import REDIRECTOR
 from flow_grpo.models.wan_policy import load_networks
 from tests.tiny_models import CHANNELS, CPU, make_tiny_redirector_folder, tiny_redirector
@@ -20,8 +17,8 @@ NEW = ("phase_qk", "phase_vo", "control_adapter")
 CAMERAS = (2, 4 * (FRAMES - 1) + 1, 16)
 
 
-def inputs(rows: int = 2, tokens: int = 5, seed: int = 0):
-    draw = torch.Generator().manual_seed(seed)
+def inputs(tokens: int = 5):
+    rows, draw = 2, torch.Generator().manual_seed(0)
     latents = torch.randn((rows, CHANNELS, 2 * FRAMES, HEIGHT, WIDTH), generator=draw)
     timestep = 1000 * torch.rand((rows,), generator=draw)
     text = torch.randn((rows, tokens, 16), generator=draw)
@@ -65,20 +62,6 @@ def test_a_new_model_computes_bit_for_bit_what_base_wan_computes_with_shared_pos
 
 
 @torch.no_grad()
-def test_both_paths_both_videos_prompt_and_image_matter_and_rows_do_not_mix():
-    model, given, others = tiny_redirector(), inputs(), inputs(seed=1)
-    whole = model(*given)[0]
-    assert whole.shape == (2, CHANNELS, FRAMES, HEIGHT, WIDTH)
-    single = model(*(one[1:] for one in given))[0]
-    torch.testing.assert_close(single, whole[1:], rtol=1e-4, atol=1e-5)
-    target, source = (slice(None), slice(None), slice(0, FRAMES)), (slice(None), slice(None), slice(FRAMES, None))
-    for position, part in [(0, target), (0, source), (1, ()), (2, ()), (3, ()), (4, (0, 0)), (4, (1, 1))]:
-        moved = copy.deepcopy(list(given))
-        moved[position][part] = others[position][part]
-        assert (model(*moved)[0] - whole).abs().max() > 1e-5, (position, part)
-
-
-@torch.no_grad()
 def test_the_attention_kernel_that_is_set_computes_every_attention(monkeypatch):
     model, given, seen = tiny_redirector(), inputs(), []
     expected = model(*given)[0]
@@ -94,22 +77,6 @@ def test_the_attention_kernel_that_is_set_computes_every_attention(monkeypatch):
     _AttentionBackendRegistry.set_active_backend(default)
     torch.testing.assert_close(model(*given)[0], expected, rtol=1e-4, atol=1e-5)
     assert seen == ["_native_math"] * 6  # self-attention, text and image of two blocks
-
-
-@torch.no_grad()
-def test_a_saved_model_loads_as_it_was_and_in_half_precision_keeps_in_fp32_what_wan_keeps(tmp_path):
-    model = tiny_redirector()
-    model.save_pretrained(str(tmp_path / "plain"))
-    model.save_pretrained(str(tmp_path / "exported"), variant=model.variant)
-    for folder in (tmp_path / "plain", tmp_path / "exported"):
-        loaded = load_transformer(ReDirectorTransformer3DModel, folder)
-        assert not loaded.training
-        assert loaded.config["image_dim"] == 20 and loaded.config["added_kv_proj_dim"] == 24
-        assert loaded.config["spatial_compression"] == loaded.config["temporal_compression"] == 4
-        assert torch.equal(model(*inputs())[0], loaded(*inputs())[0])
-    state = load_transformer(ReDirectorTransformer3DModel, tmp_path / "plain", torch.bfloat16).state_dict()
-    assert state["blocks.0.attn1.phase_qk.weight"].dtype == torch.bfloat16
-    assert state["blocks.0.scale_shift_table"].dtype == torch.float32
 
 
 @torch.no_grad()

@@ -94,8 +94,14 @@ class Codec:
             ValueError: a file is missing or damaged, the weights are not those of config.json, or as in `Codec`.
         """
         check_component(folder)
-        config = read_config(folder)
-        _check_weights(folder)
+        outline, stored = _on_meta(folder), stored_shapes(folder)
+        config: Mapping[str, Any] = outline.config
+        wanted = {name: tuple(value.shape) for name, value in outline.state_dict().items()}
+        if wrong := sorted(name for name in {*wanted, *stored} if wanted.get(name) != stored.get(name)):
+            raise ValueError(
+                f"codec folder {folder} does not hold the weights of config.json: missing, unexpected or of another "
+                f"shape are {summarize(wrong)}; download vae/ again"
+            )
         read_statistics(folder / "config.json", config, ("latents_mean", "latents_std"), config["z_dim"])
         dtype = NETWORK_DTYPE[numbers]
         return cls(config, lambda half: _load_half(folder, half, dtype), files_key(folder), numbers=numbers, **settings)
@@ -137,16 +143,6 @@ def codec_settings(model: ModelConfig) -> dict[str, Any]:
     """Return the `tiles`, `slicing` and `numbers` of `Codec` that a configuration asks for."""
     tiles = model.vae_tiles if model.vae_tiling else ""
     return {"tiles": tiles, "slicing": model.vae_slicing, "numbers": model.vae_dtype}
-
-
-def _check_weights(folder: Path) -> None:
-    wanted = {name: tuple(value.shape) for name, value in _on_meta(folder).state_dict().items()}
-    stored = stored_shapes(folder)
-    if wrong := sorted(name for name in {*wanted, *stored} if wanted.get(name) != stored.get(name)):
-        raise ValueError(
-            f"codec folder {folder} does not hold the weights of config.json: missing, unexpected or of another shape "
-            f"are {summarize(wrong)}; download vae/ again"
-        )
 
 
 def _load_half(folder: Path, half: Half, dtype: torch.dtype) -> AutoencoderKLWan:

@@ -45,7 +45,6 @@ class FrozenEncoder:
     def _ready(self) -> Iterator[PreTrainedModel]:
         if self._network is None:
             self._network = self._open_network()
-            self._network.requires_grad_(False)
         with device_api.visiting(self._network, self._device, stays=not self._offload):
             yield self._network
 

@@ -28,7 +28,6 @@ from flow_grpo.models.networks.transformers import (
     camera_modules,
     is_camera_weight,
     load_transformer,
-    variant_of,
 )
 from flow_grpo.models.policy import Policy
 from flow_grpo.models.wan_policy import Networks, WanPolicy
@@ -93,8 +92,8 @@ def _card(network: Any, boundary: float) -> str:
     else:
         card = PLAIN_CARD if not modules else LORA_CARD if has_lora(network) else TRANSFORMER_CARD
     card += BOUNDARY_CARD if boundary else ""
-    named = {"kind": kind.__name__, "module": kind.__module__, "modules": modules, "variant": variant_of(network)}
-    return card.format(boundary=boundary, **named)
+    named = {"kind": kind.__name__, "module": kind.__module__, "modules": modules}
+    return card.format(boundary=boundary, variant=getattr(network, "variant", None), **named)
 
 
 def _class_of(network: Any) -> type:
@@ -124,9 +123,10 @@ def save_adapter(policy: Policy, folder: str | Path, world: World | None = None)
     world, partial = world or World(), Path(folder)
     network: Any = unwrap(policy.module)
     boundary: float = getattr(policy, "boundary_ratio", 0.0)
-    if boundary and isinstance(network, ModelMixin) and not has_lora(network):
+    lora, own = has_lora(network), not isinstance(network, ModelMixin)  # own: of a policy of the user's own
+    if boundary and not (lora or own):
         network.register_to_config(**{BOUNDARY: boundary})
-    in_files = isinstance(network, ModelMixin) and is_sharded(network) and not has_lora(network)
+    in_files = is_sharded(network) and not (lora or own)
     with contextlib.ExitStack() as stack:
         with world.sync_errors("saving the adapter (folder)"):
             if world.is_main:
@@ -135,18 +135,16 @@ def save_adapter(policy: Policy, folder: str | Path, world: World | None = None)
         state: dict[str, Tensor] = {}
         if in_files:
             _write_in_files(network, partial, world)
-        elif has_lora(network):
-            state = _gathered(trained_parameters(network), world)
-        elif not isinstance(network, ModelMixin):  # of a policy of the user's own
-            state = _gathered(network.state_dict(), world)
+        elif lora or own:
+            state = _gathered(trained_parameters(network) if lora else network.state_dict(), world)
         with world.sync_errors("saving the adapter"):
             if world.is_main:
-                if has_lora(network):
+                if lora:
                     _write_lora(network, state, partial, boundary)
-                elif not isinstance(network, ModelMixin):
+                elif own:
                     save_file(state, partial / WEIGHTS_FILE)
                 elif not in_files:
-                    network.save_pretrained(str(partial), variant=variant_of(network))
+                    network.save_pretrained(str(partial), variant=getattr(network, "variant", None))
                 (partial / CARD).write_text(_card(network, boundary), encoding="utf-8")
                 replace_folder(partial, Path(folder))
 
@@ -181,7 +179,7 @@ def _write_in_files(network: Any, folder: Path, world: World) -> None:
     state = network.state_dict()
     meta = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in state.items()}
     stem = WEIGHTS_FILE.removesuffix(".safetensors")
-    variant = "" if variant_of(network) is None else f".{variant_of(network)}"
+    variant = f".{network.variant}" if hasattr(network, "variant") else ""
     plan = split_torch_state_dict_into_shards(
         meta, filename_pattern=f"{stem}{variant}{{suffix}}.safetensors", max_shard_size=FILE_SIZE
     )
@@ -221,7 +219,12 @@ def load_adapter(
     stored, settings = read_lora(Path(folder))
     fitting = [name for name, tensor in stored.items() if _fits(transformer, name, tensor)]
     if len(fitting) == len(stored):
-        _check_whole(transformer, stored, settings, folder)
+        # peft only warns where modules that the settings name get no adapter.
+        given, config = {name.partition(".lora_")[0] for name in stored}, LoraConfig(**settings)
+        names = [n for n, _ in transformer.named_modules() if n not in given] if config.target_modules else []
+        if lacking := [name for name in names if check_target_module_exists(config, name)]:
+            text = f"the tensors of {summarize(lacking)}, which its settings name"
+            raise ValueError(f"adapter {folder} lacks {text}; save or copy it again")
         transformer.load_lora_adapter(dict(stored), prefix=None, metadata=settings or None)
         fitting = [n for n, _ in transformer.named_parameters() if ".lora_" in n or ".modules_to_save." in n]
     if len(fitting) != len(stored):
@@ -230,15 +233,6 @@ def load_adapter(
             f"{len(fitting)}; use the transformer it was trained on"
         )
     return transformer.eval()
-
-
-def _check_whole(network: Any, stored: Mapping[str, Tensor], settings: dict[str, Any], folder: str | Path) -> None:
-    # peft only warns where modules that the settings name get no adapter.
-    given, config = {name.partition(".lora_")[0] for name in stored}, LoraConfig(**settings)
-    names = [name for name, _ in network.named_modules() if name not in given] if config.target_modules else []
-    if lacking := [name for name in names if check_target_module_exists(config, name)]:
-        text = f"the tensors of {summarize(lacking)}, which its settings name"
-        raise ValueError(f"adapter {folder} lacks {text}; save or copy it again")
 
 
 def boundary_of(folder: str | Path) -> float:

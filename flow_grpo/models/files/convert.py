@@ -12,7 +12,6 @@ Conversion only renames tensors. N is the number of blocks. Published checkpoint
 from __future__ import annotations
 
 import inspect
-import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -58,21 +57,19 @@ BLOCK = (
     ("modulation", "scale_shift_table", WHOLE),
 )
 CAMERA = tuple((name, name, LINEAR) for name in ReCamTransformer3DModel.camera_modules)
-IMAGE_OUTER = (
+FUN_OUTER = (
     ("img_emb.proj.0", "condition_embedder.image_embedder.norm1", LINEAR),
     ("img_emb.proj.1", "condition_embedder.image_embedder.ff.net.0.proj", LINEAR),
     ("img_emb.proj.3", "condition_embedder.image_embedder.ff.net.2", LINEAR),
     ("img_emb.proj.4", "condition_embedder.image_embedder.norm2", LINEAR),
+    ("control_adapter.conv", "control_adapter.conv", LINEAR),
+    ("control_adapter.residual_blocks.0.conv1", "control_adapter.conv1", LINEAR),
+    ("control_adapter.residual_blocks.0.conv2", "control_adapter.conv2", LINEAR),
 )
 IMAGE_BLOCK = (
     ("cross_attn.k_img", "attn2.add_k_proj", LINEAR),
     ("cross_attn.v_img", "attn2.add_v_proj", LINEAR),
     ("cross_attn.norm_k_img", "attn2.norm_added_k", NORM),
-)
-ADAPTER = (
-    ("control_adapter.conv", "control_adapter.conv", LINEAR),
-    ("control_adapter.residual_blocks.0.conv1", "control_adapter.conv1", LINEAR),
-    ("control_adapter.residual_blocks.0.conv2", "control_adapter.conv2", LINEAR),
 )
 PHASES = tuple((f"self_attn.rope_{name}.1", f"attn1.{name}", NORM) for name in PHASE_MODULES)
 
@@ -115,9 +112,7 @@ class Layout:
 
 WAN = Layout("base Wan 2.1 T2V", OUTER, BLOCK)  # 15 + 27 N tensors
 RECAM = Layout("ReCamMaster 2.1 T2V", OUTER, (*BLOCK, *CAMERA))  # 15 + 31 N
-FUN_CAMERA = Layout(  # 29 + 32 N
-    "Wan2.1-Fun-Control-Camera", (*OUTER, *IMAGE_OUTER, *ADAPTER), (*BLOCK, *IMAGE_BLOCK)
-)
+FUN_CAMERA = Layout("Wan2.1-Fun-Control-Camera", (*OUTER, *FUN_OUTER), (*BLOCK, *IMAGE_BLOCK))  # 29 + 32 N
 REDIRECTOR = Layout("ReDirector's whole transformer", FUN_CAMERA.outer, (*FUN_CAMERA.block, *PHASES))  # 29 + 34 N
 REDIRECTOR_STEP = Layout(  # 12 N
     "ReDirector's stepN.safetensors", (), (*SELF_ATTENTION, *PHASES), "give the tensors of self-attention, nothing else"
@@ -277,8 +272,7 @@ def add_neutral_camera(state: dict[str, Tensor], model: VideoToVideoWan) -> None
     """
     dtype = state["blocks.0.attn1.to_out.0.weight"].dtype
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    width = math.prod(shapes["blocks.0.projector.bias"])
-    identity = torch.eye(width, dtype=dtype)
+    identity = torch.eye(*shapes["blocks.0.projector.weight"], dtype=dtype)
     zero = torch.zeros((), dtype=dtype)
     for name in shapes.keys() - state.keys():
         state[name] = identity if name.endswith("projector.weight") else zero.expand(shapes[name])

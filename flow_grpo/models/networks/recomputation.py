@@ -37,14 +37,14 @@ class KeepAttention:
 
     def __init__(self) -> None:
         self._operators = device_api.attention_operators()
-        self._kept = self._warned = False
+        self._known = False  # that something is kept, or has been said not to be
 
     def __call__(self, block: nn.Module, *arguments: Any) -> Any:
         """Return what the block returns."""
         contexts = functools.partial(create_selective_checkpoint_contexts, self._policy)
         result = checkpoint(block.__call__, *arguments, use_reentrant=False, context_fn=contexts)
-        if not (self._kept or self._warned):
-            self._warned = True
+        if not self._known:
+            self._known = True
             _log.warning(
                 "model.checkpointing=keep_attention finds none of its operators in a block and keeps nothing: "
                 "attention runs in an operator that flow_grpo/runtime/device.py does not list, or in none of its own"
@@ -54,5 +54,5 @@ class KeepAttention:
     def _policy(self, _: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:  # noqa: ARG002
         if operator not in self._operators:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        self._kept = True
+        self._known = True
         return CheckpointPolicy.MUST_SAVE

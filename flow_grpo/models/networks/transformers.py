@@ -26,11 +26,6 @@ def camera_modules(network: nn.Module | type[nn.Module]) -> tuple[str, ...]:
     return names
 
 
-def variant_of(network: nn.Module | type[nn.Module]) -> str | None:
-    """Return the diffusers variant under which the network is exported; None for plain Wan."""
-    return getattr(network, "variant", None)
-
-
 def is_camera_weight(network: nn.Module | type[nn.Module], name: str) -> bool:
     """Return whether a weight of the network belongs to its camera modules."""
     return not set(camera_modules(network)).isdisjoint(name.split("."))
