@@ -83,25 +83,36 @@ def shoot(
         painted: coloured walls instead of grey ones.
     """
     height, width = size
-    fx, fy, cx, cy = intrinsics(size).tolist()
-    x, y = np.meshgrid((np.arange(width) + 0.5 - cx) / fx, (np.arange(height) + 0.5 - cy) / fy)
-    rays = np.stack([x, y, np.ones_like(x)], -1).reshape(-1, 3)
+    rays = _rays(size)
     draw = np.random.default_rng(seed + take)
     paints = _paints(seed) if painted else np.ones((len(WALLS), 1), np.float32)
     frames = []
     for number, camera in enumerate(poses.numpy()):
         moved = walk * number / max(len(poses) - 1, 1)
-        frame, wall = (part.reshape(height, width) for part in _frame(camera, rays, _textures(seed), moved))
+        frame, wall, _ = (part.reshape(height, width) for part in _frame(camera, rays, _textures(seed), moved))
         colours = np.moveaxis(paints[wall], -1, 0) * frame
         frames.append(np.clip(colours + noise * draw.normal(size=colours.shape), 0, 255))
     video = torch.from_numpy(np.stack(frames, 1).round().astype(np.float32)) / 255
     return video.expand(3, -1, -1, -1).contiguous()
 
 
+def depths(poses: Tensor, size: tuple[int, int]) -> NDArray[np.float64]:
+    """Return (T, h, w) how far away, in metres along the optical axis, is what cameras at poses (T, 4, 4) see."""
+    seen = [_frame(camera, _rays(size), _textures(0), 0.0)[2] for camera in poses.numpy()]
+    return np.stack(seen).reshape(-1, *size)
+
+
+def _rays(size: tuple[int, int]) -> NDArray[np.float64]:
+    height, width = size
+    fx, fy, cx, cy = intrinsics(size).tolist()
+    x, y = np.meshgrid((np.arange(width) + 0.5 - cx) / fx, (np.arange(height) + 0.5 - cy) / fy)
+    return np.stack([x, y, np.ones_like(x)], -1).reshape(-1, 3)
+
+
 def _frame(
     camera: NDArray, rays: NDArray, textures: Sequence[NDArray], moved: float
-) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return the grey level and the index of the wall that each ray (n, 3) hits."""
+) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.float64]]:
+    """Return the grey level, the index and the distance (z) of the wall that each ray (n, 3) hits."""
     frame, nearest = np.zeros(len(rays), np.float32), np.full(len(rays), np.inf)
     met = np.zeros(len(rays), np.int64)
     for wall, ((x, y, z), right, down) in enumerate(WALLS):
@@ -125,7 +136,12 @@ def _frame(
             frame[rows[chosen]] = seen[:, 0]
         nearest[rows] = depth[rows]
         met[rows] = wall
-    return frame, met
+    return frame, met, nearest
+
+
+def standing(frames: int) -> Tensor:
+    """Return the poses (T, 4, 4) of a camera that stands still."""
+    return torch.eye(4, dtype=torch.float64).repeat(frames, 1, 1)
 
 
 def source_path(frames: int) -> Tensor:
