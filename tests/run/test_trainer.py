@@ -54,6 +54,7 @@ from tests.toy import (
 from tests.workers import run_ranks
 
 DYNAMIC = DynamicSamplingConfig(enabled=True, max_resample_times=1)
+OF_ITS_OWN = ModelConfig(kind="tests/toy.py:ToyPolicy", checkpointing="none")  # its operations are not known
 
 
 def a_config(**changes) -> Config:
@@ -63,7 +64,6 @@ def a_config(**changes) -> Config:
         "sample": sample_config(train_batch_size=4),
         "reward": reward_config(),
         "train": train_config(),
-        "model": ModelConfig(kind="tests/toy.py:ToyPolicy", checkpointing="none"),  # of unknown operations
         "eval": EvalConfig(every=2, num_conditions=4, batch_size=4, num_steps=6, videos=1, signal_groups=0),
         "checkpoint": CheckpointConfig(every=2, keep=5),
     }
@@ -88,7 +88,7 @@ def make_trainer(folder: Path, world: World, **changes) -> Trainer:
         device=torch.device("cpu"),
         run_folder=folder,
         lock=RunLock(folder),
-        forwards=ForwardCount(policy.net, config, torch.device("cpu")),
+        forwards=ForwardCount(policy.net, dataclasses.replace(config, model=OF_ITS_OWN), torch.device("cpu")),
         dynamic_sampling=DynamicSampling(
             config.dynamic_sampling, {"brightness": 0.0}, k=4, local=8, seed=5, world=world, say=progress.say
         )
