@@ -53,23 +53,25 @@ class _Groups:
     member: Tensor
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return (G,) sums of (N,) values."""
-        return values.new_zeros(len(self.gids)).index_add(0, self.member, values)
+        """Return (..., G) sums of (..., N) values."""
+        return values.new_zeros(*values.shape[:-1], len(self.gids)).index_add(-1, self.member, values)
 
     def extreme(self, values: Tensor, reduce: str) -> Tensor:
-        """Return (G,) the maximum ("amax") or minimum ("amin") of (N,) values in every group."""
-        return values.new_zeros(len(self.gids)).scatter_reduce(0, self.member, values, reduce, include_self=False)
+        """Return (..., G) the maximum ("amax") or minimum ("amin") of (..., N) values in every group."""
+        empty = values.new_zeros(*values.shape[:-1], len(self.gids))
+        return empty.scatter_reduce(-1, self.member.expand_as(values), values, reduce, include_self=False)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reward:
-    """One reward and its statistics per group."""
+class _Rewards:
+    """R rewards and their statistics per group."""
 
-    raw: Tensor  # (N,) values, 0 where not valid
-    centred: Tensor  # (N,) values minus the mean of their group's valid values; 0 where not valid
-    valid: Tensor  # (N,) bool, marked valid and finite
-    count: Tensor  # (G,) number of valid values
-    spread: Tensor  # (G,) largest minus smallest valid value, 0 if there is none
+    weights: dict[str, float]  # name -> weight of each, none of them 0
+    raw: Tensor  # (R, N) values, 0 where not valid
+    valid: Tensor  # (R, N) bool, marked valid and finite
+    centred: Tensor  # (R, N) values minus the mean of their group's valid values; 0 where not valid
+    count: Tensor  # (R, G) number of valid values
+    spread: Tensor  # (R, G) largest minus smallest valid value, 0 if there is none
 
 
 def combine_rewards(  # noqa: PLR0913 - a flat call that reads like the formula
@@ -119,38 +121,20 @@ def combine_rewards(  # noqa: PLR0913 - a flat call that reads like the formula
     """
     _check_parameters(k, adv_norm, adv_eps, adv_ddof, flat_eps, adv_clip)
     groups = _group(group_ids, k)
-    active = _active(rewards, valid, weights)
-    seen = {name: _per_group(name, rewards[name], valid[name], groups) for name in active}
-    floor = {name: max(floors.get(name, 0.0), flat_eps) for name in active}
-    without_any = ~torch.stack([seen[name].valid for name in active]).any(dim=0)  # (N,) samples without a valid reward
-    lacking = groups.sum(without_any.double()) > 0
-    too_few = torch.stack([seen[name].count < 2 for name in active])
-    incomplete = lacking | too_few.any(dim=0)
-    level = torch.stack([seen[name].spread <= floor[name] for name in active]).all(dim=0)
+    seen = _measure(rewards, valid, weights, groups)
+    floor = torch.tensor([max(floors.get(name, 0.0), flat_eps) for name in seen.weights], dtype=torch.float64)[:, None]
+    lacking = groups.sum((~seen.valid.any(dim=0)).double()) > 0  # (G,) a sample has no valid reward
+    too_few = seen.count < 2
     live = ~(lacking | too_few.all(dim=0))[groups.member]
-    advantages = torch.zeros(len(group_ids), dtype=torch.float64)
-    for name in active:
-        std = _std(seen[name], groups, live, adv_norm, adv_ddof)
-        divisor = std + adv_eps if len(active) == 1 else std.clamp(min=floor[name])
-        divisor = torch.ones_like(std) if adv_norm == "none" else divisor
-        centred = seen[name].centred
-        # Where a reward is the group's mean, the divisor may be 0 as well.
-        advantages += weights[name] * torch.where(centred == 0, 0.0, centred / divisor)
-    advantages = advantages.masked_fill(~live | level[groups.member], 0.0)
+    incomplete, level = lacking | too_few.any(dim=0), (seen.spread <= floor).all(dim=0)
+    divisor = _divisor(seen, groups, live, floor, adv_norm, adv_eps, adv_ddof)
+    # Where a reward is the group's mean, the divisor may be 0 as well.
+    normalised = torch.where(seen.centred == 0, 0.0, seen.centred / divisor)
+    parts = [weight * part for weight, part in zip(seen.weights.values(), normalised, strict=True)]
+    advantages = sum(parts, torch.zeros(())).masked_fill(~live | level[groups.member], 0.0)
     largest = groups.extreme(advantages.abs(), "amax")
     advantages *= torch.where(largest > adv_clip, adv_clip / largest, 1.0)[groups.member]
     return CombinedAdvantages(advantages, live.double(), level & ~incomplete, incomplete, groups.gids)
-
-
-def _active(rewards: Mapping[str, Tensor], valid: Mapping[str, Tensor], weights: Mapping[str, float]) -> list[str]:
-    """Return the names of rewards with non-zero weight; ValueError if there is none or one has no values."""
-    active = [name for name, weight in weights.items() if weight != 0]
-    if not active:
-        raise ValueError(f"reward weights are {dict(weights)}, at least one must be non-zero")
-    missing = [name for name in active if name not in rewards or name not in valid]
-    if missing:
-        raise ValueError(f"rewards {missing} have a weight but no values, got {sorted(rewards)}")
-    return active
 
 
 def _group(group_ids: Tensor, k: int) -> _Groups:
@@ -169,13 +153,21 @@ def _group(group_ids: Tensor, k: int) -> _Groups:
     return _Groups(gids, member)
 
 
-def _per_group(name: str, values: Tensor, valid: Tensor, groups: _Groups) -> _Reward:
+def _measure(
+    rewards: Mapping[str, Tensor], valid: Mapping[str, Tensor], weights: Mapping[str, float], groups: _Groups
+) -> _Rewards:
+    active = {name: weight for name, weight in weights.items() if weight != 0}
+    if not active:
+        raise ValueError(f"reward weights are {dict(weights)}, at least one must be non-zero")
+    if missing := [name for name in active if name not in rewards or name not in valid]:
+        raise ValueError(f"rewards {missing} have a weight but no values, got {sorted(rewards)}")
     shape = groups.member.shape
-    if values.shape != shape or valid.shape != shape:
-        shapes = tuple(values.shape), tuple(valid.shape)
-        raise ValueError(f"{name} and its validity have shapes {shapes}, must be {tuple(shape)} like group_ids")
-    values = values.detach().cpu().double()
-    usable = values.isfinite() & valid.cpu().bool()
+    for name in active:
+        if rewards[name].shape != shape or valid[name].shape != shape:
+            shapes = tuple(rewards[name].shape), tuple(valid[name].shape)
+            raise ValueError(f"{name} and its validity have shapes {shapes}, must be {tuple(shape)} like group_ids")
+    values = torch.stack([rewards[name].detach().cpu().double() for name in active])
+    usable = values.isfinite() & torch.stack([valid[name].cpu().bool() for name in active])
     values = values.masked_fill(~usable, 0.0)
     count = groups.sum(usable.double())
     mean = groups.sum(values) / count.clamp(min=1)
@@ -183,27 +175,32 @@ def _per_group(name: str, values: Tensor, valid: Tensor, groups: _Groups) -> _Re
     smallest = groups.extreme(values.masked_fill(~usable, torch.inf), "amin")
     spread = (largest - smallest).clamp(min=0)  # -inf without a valid value
     # The mean of equal values may differ from them by rounding; a constant group must be exactly 0.
-    without_signal = ~usable | (spread == 0)[groups.member]
-    centred = (values - mean[groups.member]).masked_fill(without_signal, 0.0)
-    return _Reward(values, centred, usable, count, spread)
+    without_signal = ~usable | (spread == 0)[:, groups.member]
+    centred = (values - mean[:, groups.member]).masked_fill(without_signal, 0.0)
+    return _Rewards(active, values, usable, centred, count, spread)
 
 
-def _std(reward: _Reward, groups: _Groups, live: Tensor, adv_norm: str, ddof: int) -> Tensor:
-    """Return the (N,) std that divides each sample's centred reward: its group's, the largest group's, or a pooled one.
+def _divisor(
+    seen: _Rewards, groups: _Groups, live: Tensor, floor: Tensor, adv_norm: str, adv_eps: float, ddof: int
+) -> Tensor:
+    """Return the (R, N) std of each sample: its group's, the largest group's, or a pooled one; at least the floor.
 
-    `live` (N,) marks the samples of groups that carry a signal; only these enter a maximum or a pooled std.
+    `live` (N,) marks the samples of groups that carry a signal; only these enter a maximum or a pooled std. A single
+    reward has no floor (R, 1), but `adv_eps` more.
 
     Two-pass, because the difference of sums of squares cancels, in fp32 down to negative variances.
     """
-    own = (groups.sum(reward.centred.square()) / (reward.count - ddof).clamp(min=1)).sqrt()[groups.member]
-    used = live & reward.valid
-    if adv_norm in ("group", "none") or not used.any():
-        return own
-    if adv_norm == "max_group":
-        return own[used].max().expand_as(own)
-    if adv_norm == "batch_centered":
-        return (reward.centred[used].square().sum() / (used.sum() - ddof)).sqrt().expand_as(own)
-    return reward.raw[used].std(correction=ddof).expand_as(own)
+    if adv_norm == "none":
+        return torch.ones_like(seen.centred)
+    std = (groups.sum(seen.centred.square()) / (seen.count - ddof).clamp(min=1)).sqrt()[:, groups.member]
+    for row, used in enumerate(live & seen.valid):
+        if adv_norm == "max_group" and used.any():
+            std[row] = std[row, used].max()
+        if adv_norm == "batch_centered" and used.any():
+            std[row] = (seen.centred[row, used].square().sum() / (used.sum() - ddof)).sqrt()
+        if adv_norm == "batch" and used.any():
+            std[row] = seen.raw[row, used].std(correction=ddof)
+    return std + adv_eps if len(std) == 1 else std.clamp(min=floor)
 
 
 def _check_parameters(k: int, adv_norm: str, adv_eps: float, adv_ddof: int, flat_eps: float, adv_clip: float) -> None:

@@ -145,18 +145,14 @@ def test_input_outside_its_bounds_is_refused(changes: dict[str, object], message
 
 def combine(rewards: dict[str, list[float]], weights, ids, k: int, floors=None, **settings) -> CombinedAdvantages:
     """Combine rewards given as lists; NaN means not valid."""
-    values = {name: torch.tensor(row) for name, row in rewards.items()}
+    values = {name: torch.tensor(row, dtype=torch.float64) for name, row in rewards.items()}
     valid = {name: row.isfinite() for name, row in values.items()}
     return combine_rewards(values, valid, weights, torch.tensor(ids), k=k, floors=floors or {}, **settings)
 
 
 def test_rewards_of_weight_zero_do_not_count_and_flat_groups_keep_their_weight() -> None:
-    combined = combine(
-        {"a": [0.0, 1.0, 3.0, 3.0, 2.0, 2.0], "b": [0.0, math.nan, 1.0, 2.0, 9.0, 0.0]},
-        {"a": 1.0, "b": 0.0},
-        [4, 4, 2, 2, 9, 9],
-        2,
-    )
+    rewards = {"a": [0.0, 1.0, 3.0, 3.0, 2.0, 2.0], "b": [0.0, math.nan, 1.0, 2.0, 9.0, 0.0]}
+    combined = combine(rewards, {"a": 1.0, "b": 0.0}, [4, 4, 2, 2, 9, 9], 2)
     assert combined.advantages.tolist() == pytest.approx([-1, 1, 0, 0, 0, 0], abs=3e-4)
     assert combined.gids.tolist() == [2, 4, 9]
     assert combined.flat.tolist() == [True, False, True]
@@ -179,10 +175,7 @@ def test_a_reward_below_its_floor_is_damped_and_not_blown_up() -> None:
 
 def test_a_constant_reward_without_a_floor_adds_nothing_to_another():
     # Three times 0.1 in float64 has a mean above 0.1: a rounding over its own std would be of size 1.
-    values = {"a": torch.tensor([0.0, 1.0, 2.0]).double(), "b": torch.full((3,), 0.1, dtype=torch.float64)}
-    valid = {name: torch.ones(3, dtype=torch.bool) for name in values}
-    ids = torch.zeros(3, dtype=torch.int64)
-    found = combine_rewards(values, valid, {"a": 1.0, "b": 1.0}, ids, k=3, floors={}, flat_eps=0.0)
+    found = combine({"a": [0.0, 1.0, 2.0], "b": [0.1] * 3}, {"a": 1.0, "b": 1.0}, [0] * 3, 3, flat_eps=0.0)
     assert found.advantages.tolist() == pytest.approx([-math.sqrt(1.5), 0.0, math.sqrt(1.5)], rel=1e-12)
 
 

@@ -30,22 +30,22 @@ def test_a_reward_without_a_schedule_keeps_its_weight() -> None:
     assert weights_at(weights, {}, 15) == weights
 
 
-def gated(values: list[float], holder: list[float], ids: list[int] | None = None, *, floor: float = FLOOR) -> Gated:
+def gated(values: list[float], holder: list[float], ids: list[int] | None = None) -> Gated:
     """Return the reward behind a gate at 0.5; NaN is not valid."""
     own, other = torch.tensor(values), torch.tensor(holder)
     groups = torch.zeros(len(values), dtype=torch.int64) if ids is None else torch.tensor(ids)
-    return gate(own, own.isfinite(), other, other.isfinite(), groups, threshold=0.5, floor=floor)
+    return gate(own, own.isfinite(), other, other.isfinite(), groups, threshold=0.5, floor=FLOOR)
 
 
-def advantages(of: Gated, ids: Tensor | None = None) -> Tensor:
-    """Return the advantages of groups of the gated reward, next to another reward."""
-    count = len(of.values)
-    ids = torch.zeros(count, dtype=torch.int64) if ids is None else ids
-    rewards = {"gated": of.values, "other": torch.arange(count, dtype=torch.float64)}
-    valid = {"gated": of.valid, "other": torch.ones(count, dtype=torch.bool)}
-    k = int((ids == ids[0]).sum())
-    both = combine_rewards(rewards, valid, {"gated": 1.0, "other": 1.0}, ids, k=k, floors={"gated": FLOOR})
-    other = combine_rewards(rewards, valid, {"gated": 0.0, "other": 1.0}, ids, k=k, floors={}, adv_eps=0.0)
+ONE_GROUP = torch.zeros(4, dtype=torch.int64)
+
+
+def advantages(of: Gated) -> Tensor:
+    """Return the advantages of a group of the gated reward, next to another reward."""
+    rewards = {"gated": of.values, "other": torch.arange(4, dtype=torch.float64)}
+    valid = {"gated": of.valid, "other": torch.ones(4, dtype=torch.bool)}
+    both = combine_rewards(rewards, valid, {"gated": 1.0, "other": 1.0}, ONE_GROUP, k=4, floors={"gated": FLOOR})
+    other = combine_rewards(rewards, valid, {"gated": 0.0, "other": 1.0}, ONE_GROUP, k=4, floors={}, adv_eps=0.0)
     return both.advantages - other.advantages
 
 
@@ -62,14 +62,8 @@ def test_a_copy_that_fails_takes_the_lowest_value_of_its_own_group_minus_two_flo
 def test_a_gate_alone_separates_copies_of_equal_reward() -> None:
     """Two floors make the group count; its normaliser is the floor, so one of four that fails has -1.5."""
     found = gated([0.5] * 4, [0.9, 0.9, 0.0, 0.9])
-    alone = combine_rewards(
-        {"gated": found.values},
-        {"gated": found.valid},
-        {"gated": 1.0},
-        torch.zeros(4, dtype=torch.int64),
-        k=4,
-        floors={"gated": FLOOR},
-    )
+    values, valid = {"gated": found.values}, {"gated": found.valid}
+    alone = combine_rewards(values, valid, {"gated": 1.0}, ONE_GROUP, k=4, floors={"gated": FLOOR})
     assert not alone.flat.any() and not alone.incomplete.any()
     assert advantages(found).tolist() == pytest.approx([0.5, 0.5, -1.5, 0.5], rel=1e-6)
 
