@@ -84,12 +84,12 @@ def grpo_loss(
         raise ValueError(f"clip_range is {clip_range}, must be > 0 and < 1")
     if not kl_coef >= 0 or (kl_coef > 0 and kl is None):
         raise ValueError(f"kl_coef is {kl_coef}, must be >= 0, and 0 without the KL of every step in kl")
-    rows, columns = _check_shapes(log_prob, old_log_prob, advantages, kl)
+    _check_shapes(log_prob, old_log_prob, advantages, step_weight, kl)
     log_ratio = log_prob - old_log_prob.detach()
     ratio = (log_ratio if guard is None else _guarded(log_ratio, guard)).exp()
     advantage = advantages.detach().to(ratio.dtype)[:, None]
     free, bounded = -advantage * ratio, -advantage * ratio.clamp(1 - clip_range, 1 + clip_range)
-    policy = torch.maximum(free, bounded) * _step_weight(step_weight, rows, columns, ratio)
+    policy = torch.maximum(free, bounded) * (1.0 if step_weight is None else step_weight.detach().to(ratio))
     penalty = torch.zeros_like(policy) if kl is None else kl
     per_sample = policy.mean(dim=1) + kl_coef * penalty.mean(dim=1)
     return LossTerms(
@@ -118,8 +118,9 @@ def _guarded(log_ratio: Tensor, guard: GuardTerms) -> Tensor:
     return std * (log_ratio + bias.view_as(log_ratio))
 
 
-def _check_shapes(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, kl: Tensor | None) -> tuple[int, int]:
-    """Return (B, K)."""
+def _check_shapes(
+    log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, step_weight: Tensor | None, kl: Tensor | None
+) -> None:
     if log_prob.ndim != 2:
         raise ValueError(f"log_prob has shape {tuple(log_prob.shape)}, must be (B, K)")
     rows, columns = log_prob.shape
@@ -129,13 +130,6 @@ def _check_shapes(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, kl
     for name, (tensor, shape) in wanted.items():
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, must be {shape} to fit log_prob")
-    return rows, columns
-
-
-def _step_weight(weight: Tensor | None, rows: int, columns: int, like: Tensor) -> Tensor:
-    if weight is None:
-        return torch.ones((), dtype=like.dtype, device=like.device)
-    if tuple(weight.shape) not in ((columns,), (rows, columns)):
+    if step_weight is not None and tuple(step_weight.shape) not in ((columns,), (rows, columns)):
         shapes = f"({columns},) or ({rows}, {columns})"
-        raise ValueError(f"step_weight has shape {tuple(weight.shape)}, must be {shapes}, one per trained step")
-    return weight.detach().to(like)
+        raise ValueError(f"step_weight has shape {tuple(step_weight.shape)}, must be {shapes}, one per trained step")

@@ -55,14 +55,15 @@ def path_errors(commanded: Tensor, estimated: Tensor, *, metric: bool = False) -
     every, moves = bool(found.all()), baseline_m(commanded) >= LEAST_BASELINE_M
     commanded, estimated = commanded.double()[found], estimated.double()[found]
     commanded, estimated = poses.relative(commanded[0], commanded), poses.relative(estimated[0], estimated)
+    turns = poses.rot_err(commanded, estimated)
     values = {
         "rot_deg_mean": poses.rot_deg_pair_mean(commanded, estimated),
-        "rot_deg_frame_mean": poses.rot_deg_frame_mean(commanded, estimated),
+        "rot_deg_frame_mean": turns.mean(-1).rad2deg(),
     }
     if every:
-        values["rot_rad_sum"] = poses.rot_err(commanded, estimated).sum(-1)
+        values["rot_rad_sum"] = turns.sum(-1)
     if metric:
-        values["trans_m_mean"] = poses.trans_m_mean(commanded, estimated)
+        values["trans_m_mean"] = poses.trans_err(commanded, estimated).mean(-1)
     if moves:
         values["trans_sim3_rel"] = poses.trans_sim3_rel(commanded, estimated)
     if moves and every:

@@ -219,11 +219,6 @@ def cam_mc(commanded: Tensor, estimated: Tensor) -> Tensor:
     return distance
 
 
-def rot_deg_frame_mean(commanded: Tensor, estimated: Tensor) -> Tensor:
-    """Return the rotation error in degrees, mean over frames, (...)."""
-    return rot_err(commanded, estimated).mean(-1).rad2deg()
-
-
 def rot_deg_pair_mean(commanded: Tensor, estimated: Tensor) -> Tensor:
     """Return the error of the relative rotation in degrees, mean over ordered pairs of different frames, (...).
 
@@ -236,11 +231,6 @@ def rot_deg_pair_mean(commanded: Tensor, estimated: Tensor) -> Tensor:
     return errors.sum(dim=(-2, -1)) / (frames * (frames - 1))
 
 
-def trans_m_mean(commanded: Tensor, estimated: Tensor) -> Tensor:
-    """Return the distance between camera centres in metres, mean over frames, (...)."""
-    return trans_err(commanded, estimated).mean(-1)
-
-
 def trans_sim3_rel(commanded: Tensor, estimated: Tensor) -> Tensor:
     """Return the mean distance of camera centres after Sim(3) alignment, over the commanded path's diameter, (...).
 
@@ -249,39 +239,21 @@ def trans_sim3_rel(commanded: Tensor, estimated: Tensor) -> Tensor:
     centroid, so a frozen video gets a (bad) score instead of being dropped.
     """
     target, source = _centres(commanded), _centres(estimated)
-    similarity = umeyama(target, source)
-    centroid = target.mean(-2, keepdim=True)
-    aligned = torch.where(is_static(source)[..., None, None], centroid, similarity.apply(source))
+    scale, rotation, translation = umeyama(target, source)
+    aligned = scale[..., None, None] * source @ rotation.mT + translation[..., None, :]
+    aligned = torch.where(is_static(source)[..., None, None], target.mean(-2, keepdim=True), aligned)
     residual = torch.linalg.vector_norm(target - aligned, dim=-1).mean(-1)
     largest = torch.linalg.vector_norm(target[..., :, None, :] - target[..., None, :, :], dim=-1).amax((-2, -1))
     undefined = is_static(target) | (target.shape[-2] < 3)
     return torch.where(undefined, torch.nan, residual / largest)
 
 
-@dataclasses.dataclass(frozen=True)
-class Similarity:
-    """x -> scale * rotation @ x + translation, float64; NaN where undefined.
+def umeyama(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the least-squares similarity from source points (..., F, 3) to target points (..., F, 3), float64.
 
-    Attributes:
-        scale: (...).
-        rotation: (..., 3, 3), determinant +1.
-        translation: (..., 3).
-    """
-
-    scale: Tensor
-    rotation: Tensor
-    translation: Tensor
-
-    def apply(self, points: Tensor) -> Tensor:
-        """Return the image (..., F, 3) of points (..., F, 3)."""
-        return self.scale[..., None, None] * points.double() @ self.rotation.mT + self.translation[..., None, :]
-
-
-def umeyama(target: Tensor, source: Tensor) -> Similarity:
-    """Return the least-squares similarity from source points (..., F, 3) to target points (..., F, 3).
-
-    Umeyama (TPAMI 1991), never a reflection: mirrored points keep a residual. NaN for fewer than three
-    points, coincident points in either set, or non-finite values.
+    Scale s (...), rotation R (..., 3, 3) of determinant +1 and translation t (..., 3) of x -> s R x + t. Umeyama
+    (TPAMI 1991), never a reflection: mirrored points keep a residual. NaN for fewer than three points, coincident
+    points in either set, or non-finite values.
     """
     target, source = target.double(), source.double()
     undefined = is_static(target) | is_static(source) | (target.shape[-2] < 3)
@@ -300,7 +272,7 @@ def umeyama(target: Tensor, source: Tensor) -> Similarity:
     rotation = torch.where(undefined[..., None, None], torch.nan, rotation)
     scale = torch.where(undefined, torch.nan, scale)
     translation = target_mean[..., 0, :] - scale[..., None] * (rotation @ source_mean.mT)[..., 0]
-    return Similarity(scale, rotation, translation)
+    return scale, rotation, translation
 
 
 def is_static(points: Tensor) -> Tensor:

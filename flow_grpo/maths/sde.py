@@ -105,14 +105,26 @@ def coefficients(
     """
     _check_parameters(kind, noise_level, max_step_std)
     level, level_next = _level(sigma, "sigma"), _level(sigma_next, "sigma_next")
-    _check_levels(level, level_next)
+    if level.shape != level_next.shape:
+        raise ValueError(
+            f"sigma has shape {tuple(level.shape)}, sigma_next {tuple(level_next.shape)}, must be the same"
+        )
+    if not ((level_next < level) & (level_next >= 0) & (level <= 1)).all():
+        raise ValueError(
+            f"sigma is {level.tolist()}, sigma_next {level_next.tolist()}, must satisfy 0 <= sigma_next < sigma <= 1"
+        )
     if kind == "ode" or noise_level == 0:
         return Coefficients(torch.zeros_like(level), level_next, torch.ones_like(level), level - level_next)
     if (level_next == 0).any():
         raise ValueError(
             f"sigma_next is 0 in a step with noise (sde kind {kind!r}), must be > 0; the last step is always 'ode'"
         )
-    std = _free_std(level, level_next, kind, noise_level, sigma_cap)
+    if kind == "cps":
+        std = level_next * math.sin(noise_level * math.pi / 2)
+    else:
+        capped = level if sigma_cap is None else level.clamp(max=float(sigma_cap))
+        growth = {"flow": (level / (1 - capped)).sqrt(), "constant": torch.ones_like(level), "linear": level}[kind]
+        std = noise_level * growth * (level - level_next).sqrt()  # infinite for an uncapped "flow" step from sigma = 1
     if max_step_std is not None:
         std = std.clamp(max=max_step_std)
     if kind == "cps":
@@ -120,7 +132,13 @@ def coefficients(
     else:
         c = level_next - std.square() / (2 * level)
     if not (c >= 0).all():
-        _refuse_negative_c(level, std, c, kind)
+        worst = c.nan_to_num(nan=-math.inf).argmin()
+        found, start, noise = (values.flatten()[worst].item() for values in (c, level, std))
+        raise ValueError(
+            f"c is {found:.4f} in a step of sde kind {kind!r} from sigma {start:.6f} with std {noise:.4f}, must be >= "
+            "0: the predicted noise would change sign; lower noise_level, set max_step_std or sigma_cap, or leave this "
+            "step to the ODE"
+        )
     return Coefficients(std, c, 1 - level_next + c, level * (1 - level_next) - (1 - level) * c)
 
 
@@ -217,42 +235,6 @@ def _check_parameters(kind: str, noise_level: float, max_step_std: float | None)
         raise ValueError(f"noise_level is {noise_level}, must be at most 1 for sde kind 'cps'")
     if max_step_std is not None and not max_step_std > 0:
         raise ValueError(f"max_step_std is {max_step_std}, must be > 0; None leaves the step std free")
-
-
-def _check_levels(level: Tensor, level_next: Tensor) -> None:
-    if level.shape != level_next.shape:
-        raise ValueError(
-            f"sigma has shape {tuple(level.shape)}, sigma_next {tuple(level_next.shape)}, must be the same"
-        )
-    if not ((level_next < level) & (level_next >= 0) & (level <= 1)).all():
-        raise ValueError(
-            f"sigma is {level.tolist()}, sigma_next {level_next.tolist()}, must satisfy 0 <= sigma_next < sigma <= 1"
-        )
-
-
-def _free_std(
-    level: Tensor, level_next: Tensor, kind: str, noise_level: float, sigma_cap: float | Tensor | None
-) -> Tensor:
-    """Return std before clipping; infinite for an uncapped "flow" step from sigma = 1."""
-    if kind == "cps":
-        return level_next * math.sin(noise_level * math.pi / 2)
-    root = (level - level_next).sqrt()
-    if kind == "flow":
-        capped = level if sigma_cap is None else level.clamp(max=float(sigma_cap))
-        return noise_level * (level / (1 - capped)).sqrt() * root
-    if kind == "linear":
-        return noise_level * level * root
-    return noise_level * root
-
-
-def _refuse_negative_c(level: Tensor, std: Tensor, c: Tensor, kind: str) -> None:
-    worst = c.nan_to_num(nan=-math.inf).argmin()
-    level, std, c = level.flatten()[worst], std.flatten()[worst], c.flatten()[worst]
-    raise ValueError(
-        f"c is {c.item():.4f} in a step of sde kind {kind!r} from sigma {level.item():.6f} with std {std.item():.4f}, "
-        "must be >= 0: the predicted noise would change sign; lower noise_level, set max_step_std or sigma_cap, or "
-        "leave this step to the ODE"
-    )
 
 
 def _level(value: float | Tensor, name: str) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
-from flow_grpo.maths.poses import pose, rot_deg_frame_mean, rot_err, rotation_matrix, trans_err, trans_m_mean
+from flow_grpo.maths.poses import pose, rot_err, rotation_matrix, trans_err
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.results import scored_rows
 from flow_grpo.rewards.room.room_fit import (
@@ -95,11 +95,12 @@ def closeness(commanded: Tensor, found: Tensor, lost: Tensor) -> tuple[Tensor, d
         found: (B, T, 4, 4) poses, of lost frames as well.
         lost: (B, T) bool.
     """
-    degrees = rot_err(commanded, found).rad2deg().clamp(max=ROT_CAP_DEG).masked_fill(lost, ROT_CAP_DEG)
-    metres = trans_err(commanded, found).clamp(max=TRANS_CAP_M).masked_fill(lost, TRANS_CAP_M)
+    turns, moves = rot_err(commanded, found), trans_err(commanded, found)
+    degrees = turns.rad2deg().clamp(max=ROT_CAP_DEG).masked_fill(lost, ROT_CAP_DEG)
+    metres = moves.clamp(max=TRANS_CAP_M).masked_fill(lost, TRANS_CAP_M)
     return -(metres + degrees / ROT_CAP_DEG).mean(-1).float(), {
-        "rot_err_deg": rot_deg_frame_mean(commanded, found).float(),
-        "trans_err_m": trans_m_mean(commanded, found).float(),
+        "rot_err_deg": turns.mean(-1).rad2deg().float(),
+        "trans_err_m": moves.mean(-1).float(),
         "located": 1 - lost.float().mean(-1),
     }
 
@@ -148,6 +149,10 @@ class RoomPose:
         rows, viewpoints, _ = find_viewpoints(self.data_root, conditions)
         poses = torch.full((len(videos), videos.shape[2], 4, 4), torch.nan, dtype=torch.float64)
         if viewpoints is not None:
-            found = estimate_poses(videos[rows], viewpoints)
-            poses[rows] = found.poses.masked_fill(found.lost[..., None, None], torch.nan)
+            poses[rows] = self.follow(videos[rows], viewpoints)
         return poses
+
+    def follow(self, videos: Tensor, viewpoints: Viewpoints) -> Tensor:
+        """Return the poses (B, T, 4, 4) found in videos of rooms that are known; NaN for lost frames."""
+        found = estimate_poses(videos, viewpoints)
+        return found.poses.masked_fill(found.lost[..., None, None], torch.nan)

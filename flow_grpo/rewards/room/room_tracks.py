@@ -9,7 +9,6 @@ mistake, with `room_pose` and the rewards of `room_path`, which compare renderin
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import cv2
@@ -26,7 +25,7 @@ from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.camera.features import Floats
 from flow_grpo.rewards.camera.pnp import camera_matrix
 from flow_grpo.rewards.results import scored_rows
-from flow_grpo.rewards.room.room_fit import Viewpoints, find_viewpoints
+from flow_grpo.rewards.room.room_fit import Viewpoints
 from flow_grpo.rewards.room.room_pose import RoomPose, closeness
 
 GRID = 2  # pixels between points; of all on the grid the more textured 60 % are followed
@@ -37,35 +36,15 @@ SPREAD = 0.3  # pixels: scale of the Cauchy loss
 STRAYED = 3.0  # pixels from its projection, at which a point is given up: it moves on its own, or was confused
 LEAST = 12  # points that place a camera
 STOP = (cv2.TERM_CRITERIA_EPS | cv2.TERM_CRITERIA_COUNT, 30, 0.01)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tracks:
-    """n points that are followed.
-
-    Attributes:
-        here: (n, 2) float32 pixels in the latest frame.
-        places: (n, 3) metres, relative to the reference camera.
-        since: (n,) the frame in which each was picked up.
-        there: (n, 2) float32 pixels in that frame.
-    """
-
-    here: NDArray[np.float32]
-    places: Floats
-    since: NDArray[np.int64]
-    there: NDArray[np.float32]
-
-    def __len__(self) -> int:
-        return len(self.here)
-
-    def kept(self, mask: NDArray[np.bool_]) -> Tracks:
-        """Return the points of a (n,) mask."""
-        return Tracks(self.here[mask], self.places[mask], self.since[mask], self.there[mask])
-
-    def joined(self, other: Tracks) -> Tracks:
-        """Return the points of both."""
-        pairs = ((getattr(self, field.name), getattr(other, field.name)) for field in dataclasses.fields(Tracks))
-        return Tracks(*(np.concatenate(pair) for pair in pairs))
+Tracks = NDArray[np.void]  # (n,) points that are followed, rows of
+TRACK = np.dtype(
+    [
+        ("here", np.float32, 2),  # pixels in the latest frame
+        ("place", np.float64, 3),  # metres, relative to the reference camera
+        ("since", np.int64),  # the frame in which it was picked up
+        ("there", np.float32, 2),  # pixels in that frame
+    ]
+)
 
 
 def follow(video: Tensor, viewpoint: Viewpoints) -> Floats:
@@ -77,17 +56,17 @@ def follow(video: Tensor, viewpoint: Viewpoints) -> Floats:
     camera = camera_matrix(viewpoint.intrinsics[0].tolist())
     poses = np.full((len(pictures), 4, 4), np.nan)
     poses[0] = np.eye(4)
-    tracks = Tracks(np.zeros((0, 2), np.float32), np.zeros((0, 3)), np.zeros(0, np.int64), np.zeros((0, 2), np.float32))
+    tracks: Tracks = np.zeros(0, TRACK)
     place, step = np.zeros(6), np.zeros(6)  # world-to-camera: rotation vector and translation, and their last change
     for number in range(1, len(pictures)):
-        tracks = tracks.joined(_pick_up(pictures, number - 1, poses[number - 1], tracks.here, camera, viewpoint))
-        tracks = _move_on(pictures, number, tracks)
+        new = _pick_up(pictures, number - 1, poses[number - 1], tracks["here"], camera, viewpoint)
+        tracks = _move_on(pictures, number, np.concatenate([tracks, new]))
         if len(tracks) < LEAST:
             break
         fits = [_place(start, tracks, camera) for start in (place, place + step)]
         found = min(fits, key=lambda fit: fit[1])[0]
         place, step = found, found - place
-        tracks = tracks.kept(np.linalg.norm(_project(place, tracks, camera)[0], axis=1) < STRAYED)
+        tracks = tracks[np.linalg.norm(_project(place, tracks, camera)[0], axis=1) < STRAYED]
         if len(tracks) < LEAST:
             break
         turn = cv2.Rodrigues(place[:3])[0].T
@@ -111,23 +90,26 @@ def _pick_up(
     absolute = view.references[:, None] @ torch.from_numpy(pose)
     room = view.rooms.at(frame_times(len(pictures))[[number]])
     depth = trace(room, absolute.float(), torch.from_numpy(rays).float()).depth[0, 0].numpy()
-    places = (rays * depth[:, None]) @ pose[:3, :3].T + pose[:3, 3]
-    return Tracks(points, places, np.full(len(points), number), points)
+    new = np.zeros(len(points), TRACK)
+    new["here"], new["there"], new["since"] = points, points, number
+    new["place"] = (rays * depth[:, None]) @ pose[:3, :3].T + pose[:3, 3]
+    return new
 
 
 def _move_on(pictures: Sequence[MatLike], number: int, tracks: Tracks) -> Tracks:
     """Return the points that are found in frame `number`, from the frame before it and back."""
     before, after = pictures[number - 1], pictures[number]
-    moved, found = _find(before, after, tracks.here)
+    moved, found = _find(before, after, tracks["here"].copy())
     back, returned = _find(after, before, moved)
-    found &= returned & (np.linalg.norm(back - tracks.here, axis=1) < BACK)
-    for first in set(tracks.since.tolist()) - {number - 1}:
-        own = tracks.since == first
-        again, fine = _find(pictures[first], after, tracks.there[own], moved[own])
+    found &= returned & (np.linalg.norm(back - tracks["here"], axis=1) < BACK)
+    for first in set(tracks["since"].tolist()) - {number - 1}:
+        own = tracks["since"] == first
+        again, fine = _find(pictures[first], after, tracks["there"][own], moved[own])
         near = fine & (np.linalg.norm(again - moved[own], axis=1) < DRIFT)
         moved[own] = np.where(near[:, None], again, moved[own])
     found &= (moved > 1).all(axis=1) & (moved < np.array(after.shape[1::-1]) - 2).all(axis=1)
-    return dataclasses.replace(tracks, here=moved).kept(found)
+    tracks["here"] = moved
+    return tracks[found]
 
 
 def _find(
@@ -146,8 +128,8 @@ def _find(
 
 def _project(place: Floats, tracks: Tracks, camera: Floats) -> tuple[Floats, Floats]:
     """Return how far (n, 2) points project from where they are, in pixels, and the derivative (2 n, 6)."""
-    seen, slope = cv2.projectPoints(tracks.places, place[:3], place[3:], camera, None)
-    return np.asarray(seen[:, 0] - tracks.here, np.float64), np.asarray(slope[:, :6], np.float64)
+    seen, slope = cv2.projectPoints(tracks["place"].copy(), place[:3], place[3:], camera, None)
+    return np.asarray(seen[:, 0] - tracks["here"], np.float64), np.asarray(slope[:, :6], np.float64)
 
 
 def _place(start: Floats, tracks: Tracks, camera: Floats) -> tuple[Floats, float]:
@@ -190,11 +172,7 @@ class RoomTracks(RoomPose):
 
         return scored_rows(rendered.causes, self.measures, score)
 
-    def locate(self, videos: Tensor, conditions: Sequence[Condition]) -> Tensor:
-        """Return the poses (B, T, 4, 4) found in (B, 3, T, h, w) videos, like the commands; NaN for lost frames."""
-        rows, viewpoints, _ = find_viewpoints(self.data_root, conditions)
-        poses = torch.full((len(videos), videos.shape[2], 4, 4), torch.nan, dtype=torch.float64)
-        for number, row in enumerate(rows):
-            assert viewpoints is not None, "there are rows"
-            poses[row] = torch.from_numpy(follow(videos[row].float(), viewpoints.take(torch.tensor([number]))))
-        return poses
+    def follow(self, videos: Tensor, viewpoints: Viewpoints) -> Tensor:
+        """Return the poses (B, T, 4, 4) found in videos of rooms that are known; NaN for lost frames."""
+        each = [viewpoints.take(torch.tensor([number])) for number in range(len(videos))]
+        return torch.stack([torch.from_numpy(follow(*pair)) for pair in zip(videos.float(), each, strict=True)])
