@@ -14,16 +14,17 @@ from flow_grpo.maths.room import render_video, stack_rooms
 from flow_grpo.rewards.room import room_path
 from flow_grpo.rewards.room.room_fit import make_viewpoints
 from flow_grpo.rewards.room.room_path import (
-    PathEstimator,
     RoomContent,
     RoomRot,
     RoomTrans,
     estimate_path,
+    find_paths,
     scored_frames,
 )
 from tests.room_films import HEIGHT, INTRINSICS, WIDTH, conditions, film, like_a_codec, viewpoints
 
-FEW = film(["pan_right", "zoom_in", "arc_left", "translate_up"], rooms=2)
+NAMES = ["pan_right", "zoom_in", "arc_left", "translate_up"]
+FEW = film(NAMES, rooms=2)
 
 
 def refilm(paths: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ def test_neither_the_first_frame_nor_the_command_is_looked_at_and_of_many_frames
     assert scored_frames(9) == [2, 4, 6, 8] and scored_frames(81) == [20, 40, 60, 80]
     assert scored_frames(1) == [0] and scored_frames(2) == [1] and scored_frames(3) == [2]
     other = [dataclasses.replace(c, target_poses=preset_path("arc_right", 5), preset="arc_right") for c in asked]
-    (found, causes), (again, same) = (PathEstimator(tmp_path)(FEW.videos, each) for each in (asked, other))
+    (found, causes), (again, same) = (find_paths(tmp_path, FEW.videos, each) for each in (asked, other))
     assert torch.equal(found.poses, again.poses) and torch.equal(found.residual, again.residual)
     assert causes == same == [""] * 8
 
@@ -134,16 +135,13 @@ def test_content_is_judged_wherever_the_camera_went(tmp_path):
 
 
 def test_all_rewards_share_one_estimate_of_a_batch(tmp_path, monkeypatch):
-    measured = []
-    estimate = estimate_path
-    monkeypatch.setattr(
-        room_path, "estimate_path", lambda videos, where: measured.append(len(videos)) or estimate(videos, where)
-    )
+    measured, real = [], estimate_path
+    monkeypatch.setattr(room_path, "estimate_path", lambda *given: measured.append(len(given[0])) or real(*given))
     asked = conditions(FEW, root=tmp_path)
     rewards = RoomRot(tmp_path), RoomTrans(str(tmp_path))
-    first = [reward(FEW.videos, asked).values for reward in rewards]
+    dark, darker = 0.95 * FEW.videos, 0.9 * FEW.videos
+    first = [reward(dark, asked).values for reward in rewards]
     assert measured == [8]
-    darker = 0.9 * FEW.videos
     second = [reward(darker, asked).values for reward in rewards]
     assert measured == [8, 8]
     assert not torch.equal(first[0], second[0]) and not torch.equal(first[1], second[1])
@@ -155,7 +153,7 @@ def test_all_rewards_share_one_estimate_of_a_batch(tmp_path, monkeypatch):
 
 def test_better_paths_score_better_and_floors_lie_between_noise_and_a_fifth_of_the_motion(tmp_path):
     asked = conditions(FEW, root=tmp_path)
-    slow = film(["pan_right", "zoom_in", "arc_left", "translate_up"], rooms=2, speed=0.8).videos
+    slow = film(NAMES, rooms=2, speed=0.8).videos
     for kind, moving in ((RoomRot, [0, 2, 3, 4, 6, 7]), (RoomTrans, [1, 2, 3, 5, 6, 7])):
         reward = kind(tmp_path)
         one, two, off = (
@@ -165,9 +163,6 @@ def test_better_paths_score_better_and_floors_lie_between_noise_and_a_fifth_of_t
         assert (one - two).abs().median() < reward.floor < (one - off)[moving].median()
         values = [
             float(kind(tmp_path)(like_a_codec(refilm(path), sigma=0.5), asked).values[moving].mean())
-            for path in (
-                film(["pan_right", "zoom_in", "arc_left", "translate_up"], rooms=2, speed=speed).true
-                for speed in (1.0, 0.8, 0.5, 0.0)
-            )
+            for path in (film(NAMES, rooms=2, speed=speed).true for speed in (1.0, 0.8, 0.5, 0.0))
         ]
         assert values == sorted(values, reverse=True) and math.isfinite(values[-1]), values

@@ -25,7 +25,7 @@ from torch import Tensor
 from flow_grpo.maths.pictures import blur_matrix, choose, shrink
 from flow_grpo.maths.poses import pose, relative, rotation_matrix
 from flow_grpo.maths.room import SUPERSAMPLE, Room, frame_times, pixel_rays, render, stack_rooms
-from flow_grpo.records import Condition
+from flow_grpo.records import Condition, Rows
 
 ROOM_FILE = "room.json"  # in a scene folder: the room that it was filmed in
 BLUR = 1.5  # pixels: sigma of the blurred rendering that is mixed in
@@ -243,7 +243,7 @@ def guess(view: View, guesses: Tensor, count: int) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class RoomPoses:
+class RoomPoses(Rows):
     """Where B videos of T frames were taken from."""
 
     poses: Tensor  # (B, T, 4, 4) float64 OpenCV camera-to-world in metres, relative to the reference camera

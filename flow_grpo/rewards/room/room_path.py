@@ -7,7 +7,6 @@ the path from its known beginning, and looks at every other frame only.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 from collections.abc import Sequence
@@ -38,8 +37,8 @@ GUESSES = 1024
 REACH = (20.0, 45.0, 2.3, 1.2, 2.4)  # of the guesses: degrees of pitch and yaw, metres right, down, forward
 STARTS = 6  # guesses of a frame that are refined
 STEPS = (3, 4, 2)  # Levenberg-Marquardt steps at each size
-BATCHES_KEPT = 2
 MOST_LOCATED = 4  # frames of a video
+_BATCHES: LruCache[bytes, RoomPoses] = LruCache(2)  # what was measured last, by the content of a batch
 
 
 @functools.cache
@@ -78,42 +77,23 @@ def estimate_path(videos: Tensor, viewpoints: Viewpoints) -> RoomPoses:
     return read_off(finest, refine(finest, poses, STEPS[2]), viewpoints)
 
 
-class PathEstimator:
-    """Locates the frames of a batch once for the rewards that share it.
+def find_paths(data_root: Path, videos: Tensor, conditions: Sequence[Condition]) -> tuple[RoomPoses | None, list[str]]:
+    """Return where videos were filmed from, those of B that are located, and B causes, "" for these.
 
-    What is measured and kept does not depend on the commands. The scenes of the data set hold `room.json`.
+    A batch is measured once for all rewards, whatever the commands. The scenes in `data_root` hold `room.json`.
     """
-
-    def __init__(self, data_root: Path) -> None:
-        self.data_root = data_root
-        self._batches: LruCache[bytes, RoomPoses] = LruCache(BATCHES_KEPT)
-
-    def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> tuple[RoomPoses, list[str]]:
-        """Return where B videos were filmed from, NaN and lost where unknown, and B causes, "" for located videos."""
-        rows, viewpoints, causes = find_viewpoints(self.data_root, conditions)
-        size = len(videos), len(scored_frames(videos.shape[2]))
-        nothing = torch.full(size, torch.nan)
-        every = RoomPoses(
-            torch.full((*size, 4, 4), torch.nan, dtype=torch.float64),
-            nothing,
-            nothing.clone(),
-            torch.ones(size, dtype=torch.bool),
-        )
-        if viewpoints is not None:
-            chosen = videos[rows]
-            content = hashlib.blake2b(repr(tuple(chosen.shape)).encode(), digest_size=16)
-            for part in (chosen[:, :, scored_frames(videos.shape[2])], viewpoints.table()):
-                content.update(part.numpy().tobytes())
-            found = self._batches.get_or_make(content.digest(), functools.partial(estimate_path, chosen, viewpoints))
-            for field in dataclasses.fields(RoomPoses):
-                getattr(every, field.name)[rows] = getattr(found, field.name)
-            for row, lost in zip(rows, found.lost.sum(1).tolist(), strict=True):
-                if lost:
-                    causes[row] = f"{lost} of {size[1]} frames cannot be located: no view of the room is like them"
-        return every, causes
-
-
-shared_estimator = functools.cache(PathEstimator)  # that all rewards of this process share, by data folder
+    rows, viewpoints, causes = find_viewpoints(data_root, conditions)
+    if viewpoints is None:
+        return None, causes
+    chosen, numbers = videos[rows], scored_frames(videos.shape[2])
+    content = hashlib.blake2b(repr(tuple(chosen.shape)).encode(), digest_size=16)
+    for part in (chosen[:, :, numbers], viewpoints.table()):
+        content.update(part.numpy().tobytes())
+    found = _BATCHES.get_or_make(content.digest(), functools.partial(estimate_path, chosen, viewpoints))
+    for row, lost in zip(rows, found.lost.sum(1).tolist(), strict=True):
+        if lost:
+            causes[row] = f"{lost} of {len(numbers)} frames cannot be located: no view of the room is like them"
+    return found.rows(~found.lost.any(1)), causes
 
 
 class RoomPathReward:
@@ -127,7 +107,7 @@ class RoomPathReward:
     measures = ("residual",)
 
     def __init__(self, data_root: str | Path) -> None:
-        self.estimator = shared_estimator(Path(data_root))
+        self.data_root = Path(data_root)
 
     def of_frames(self, commanded: Tensor, found: RoomPoses) -> Tensor:
         """Return what each frame is worth, (B, F), with commanded poses (B, F, 4, 4), in the unit of the reward."""
@@ -135,15 +115,13 @@ class RoomPathReward:
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
         """Score (B, 3, T, h, w) videos in [0, 1]; not valid without room, reference pose, intrinsics or a location."""
-        found, causes = self.estimator(videos, conditions)
+        found, causes = find_paths(self.data_root, videos, conditions)
         numbers = scored_frames(videos.shape[2])
 
         def score(rows: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+            assert found is not None, "called with the rows that are located"
             commanded = torch.stack([conditions[row].need_poses()[numbers] for row in rows])
-            here = RoomPoses(
-                **{field.name: getattr(found, field.name)[rows] for field in dataclasses.fields(RoomPoses)}
-            )
-            return self.of_frames(commanded, here).mean(-1).float(), {"residual": here.residual.mean(-1)}
+            return self.of_frames(commanded, found).mean(-1).float(), {"residual": found.residual.mean(-1)}
 
         return scored_rows(causes, self.measures, score)
 
