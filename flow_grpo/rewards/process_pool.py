@@ -54,14 +54,9 @@ class CallPool:
 
     Args:
         workers: number of processes; with 0 calls run in this process and cannot be stopped at the deadline.
-
-    Raises:
-        ValueError: a negative number.
     """
 
     def __init__(self, workers: int = 0) -> None:
-        if workers < 0:
-            raise ValueError(f"workers is {workers}, must be at least 0 (0: score in this process)")
         self.workers = workers
         self._executor: ProcessPoolExecutor | None = None
 

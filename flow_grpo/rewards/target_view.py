@@ -8,10 +8,10 @@ shift, a zoom and a roll; the score is how far that moves the picture, plus a te
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from einops import rearrange, reduce
+from einops import rearrange
 from torch import Tensor
 from torch.nn import functional
 
@@ -42,14 +42,6 @@ def ssim(videos: Tensor, targets: Tensor) -> Tensor:
     luma = (2 * first * second + SSIM_LUMA) / (first.square() + second.square() + SSIM_LUMA)
     contrast = (2 * product + SSIM_CONTRAST) / (first_power + second_power + SSIM_CONTRAST)
     return (luma * contrast).mean(dim=(1, 2, 3, 4))
-
-
-@dataclasses.dataclass(frozen=True)
-class Alignment:
-    """N frames aligned with their targets."""
-
-    displacement: Tensor  # (N,) root mean square displacement of the picture, as a share of its width
-    mismatch: Tensor  # (N,) share of the target's colour variance that the aligned frame does not explain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +117,12 @@ def _improve(source: Tensor, target: Tensor, motion: Tensor, contrast: Tensor, s
     return overlay
 
 
-def align(frames: Tensor, targets: Tensor) -> Alignment:
-    """Align frames (N, 3, h, w) with targets by shift, zoom, roll and contrast: least squares, coarse to fine."""
+def align(frames: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Align frames (N, 3, h, w) with targets by shift, zoom, roll and contrast: least squares, coarse to fine.
+
+    Return (N,) root mean square displacements of the picture, as a share of its width, and (N,) mismatches, the share
+    of the target's colour variance that the aligned frame does not explain.
+    """
     frames, targets = shrink(frames, ALIGN_COLUMNS), shrink(targets, ALIGN_COLUMNS)
     count, _, height, width = targets.shape
     soft = COARSE_BLUR * width
@@ -137,27 +133,7 @@ def align(frames: Tensor, targets: Tensor) -> Alignment:
     variance = targets.var(dim=(2, 3)).mean(1).clamp_min(SMALLEST_CONTRAST**2)
     # Contrast is fitted so that it does not bias the motion; the mismatch counts it.
     faithful = _warp(_planes(frames), targets, _motions(height, width), overlay.motion, torch.zeros(count))
-    return Alignment(displacement, faithful.cost / variance)
-
-
-class TargetView:
-    """Agreement with the ground-truth view.
-
-    value = -mean_i min(1, d_i / 0.25 + u_i^2) over frames i, with d_i the displacement to the target as a share of
-    the picture's width and u_i the unexplained share of the target's colour variance. The square suppresses the small
-    differences in sharpness between good samples, while an empty picture (u = 1) gets the worst score
-    however well it "aligns". `info`: `psnr_db`, `ssim`, `displacement`, `mismatch`, means over frames.
-    """
-
-    name = "target_view"
-    needs = ("target_video",)
-    floor = 0.005  # a displacement of 0.12 % of the width, which a codec's noise can cause
-    measures = ("psnr_db", "ssim", "displacement", "mismatch")
-
-    @torch.no_grad()
-    def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
-        """Score (B, 3, T, h, w) videos in [0, 1]; invalid where there is no target video of the same shape."""
-        return _compare(videos, conditions, self.measures, _score)
+    return displacement, faithful.cost / variance
 
 
 class TargetPsnr:
@@ -176,30 +152,37 @@ class TargetPsnr:
     @torch.no_grad()
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
         """Score (B, 3, T, h, w) videos in [0, 1]; invalid where there is no target video of the same shape."""
-        return _compare(videos, conditions, self.measures, lambda own, targets: (psnr_db(own, targets), {}))
+
+        def score_rows(rows: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+            targets = torch.stack([t for row in rows if (t := conditions[row].target_video) is not None])
+            return self.score(videos[rows].float(), targets)
+
+        causes = [why_not_comparable(video, condition) for video, condition in zip(videos, conditions, strict=True)]
+        return scored_rows(causes, self.measures, score_rows)
+
+    def score(self, videos: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the values (B,) and measures of videos with their targets, both (B, 3, T, h, w) fp32."""
+        return psnr_db(videos, targets), {}
 
 
-def _compare(
-    videos: Tensor,
-    conditions: Sequence[Condition],
-    measures: Sequence[str],
-    score: Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]],
-) -> RewardResult:
+class TargetView(TargetPsnr):
+    """Agreement with the ground-truth view.
 
-    def score_rows(rows: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
-        targets = torch.stack([t for row in rows if (t := conditions[row].target_video) is not None])
-        return score(videos[rows].float(), targets)
+    value = -mean_i min(1, d_i / 0.25 + u_i^2) over frames i, with d_i the displacement to the target as a share of
+    the picture's width and u_i the unexplained share of the target's colour variance. The square suppresses the small
+    differences in sharpness between good samples, while an empty picture (u = 1) gets the worst score
+    however well it "aligns". `info`: `psnr_db`, `ssim`, `displacement`, `mismatch`, means over frames.
+    """
 
-    causes = [why_not_comparable(video, condition) for video, condition in zip(videos, conditions, strict=True)]
-    return scored_rows(causes, measures, score_rows)
+    name = "target_view"
+    floor = 0.005  # a displacement of 0.12 % of the width, which a codec's noise can cause
+    measures = ("psnr_db", "ssim", "displacement", "mismatch")
 
-
-def _score(videos: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    batch = len(videos)
-    frames, true = (rearrange(part, "b c t h w -> (b t) c h w") for part in (videos, targets))
-    aligned = align(frames, true)
-    penalty = (aligned.displacement / DISPLACEMENT_CAP + aligned.mismatch.square()).clamp(max=1)
-    by_frame = {"penalty": penalty, "displacement": aligned.displacement, "mismatch": aligned.mismatch}
-    means = {name: reduce(values, "(b t) -> b", "mean", b=batch) for name, values in by_frame.items()}
-    value = -means.pop("penalty")
-    return value, {"psnr_db": psnr_db(videos, targets), "ssim": ssim(videos, targets)} | means
+    def score(self, videos: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the values (B,) and measures of videos with their targets, both (B, 3, T, h, w) fp32."""
+        frames, true = (rearrange(part, "b c t h w -> (b t) c h w") for part in (videos, targets))
+        displacement, mismatch = align(frames, true)
+        penalty = (displacement / DISPLACEMENT_CAP + mismatch.square()).clamp(max=1)
+        penalty, *means = (part.unflatten(0, (len(videos), -1)).mean(1) for part in (penalty, displacement, mismatch))
+        measured = (psnr_db(videos, targets), ssim(videos, targets), *means)
+        return -penalty, dict(zip(self.measures, measured, strict=True))

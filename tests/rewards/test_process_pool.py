@@ -80,8 +80,3 @@ def test_starting_the_processes_takes_no_time_from_the_batch(tmp_path, monkeypat
     (outcome,) = pool.run(Arriving(mark), [(7,)], seconds=LIMIT_S, what="calls")
     assert outcome.value == 7, outcome.fault
     pool.close()
-
-
-def test_a_negative_number_of_processes_is_refused():
-    with pytest.raises(ValueError, match="workers is -1, must be at least 0"):
-        CallPool(-1)

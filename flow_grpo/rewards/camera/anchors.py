@@ -233,7 +233,7 @@ def _placed(made: Source, pictures: PosedFrames, rows: Sequence[int], most: tupl
     right = []
     for row in rows:
         picture = pictures[row]
-        found, _ = locate(picture.features, picture.frame, made.views, made.camera)
+        found = locate(picture.features, picture.frame, made.views, made.camera)
         turn = np.linalg.norm(found[:3, :3] - picture.pose[:3, :3]) / (2 * np.sqrt(2))
         degrees = np.rad2deg(2 * np.arcsin(min(turn, 1.0))) if np.isfinite(turn) else np.inf
         metres = np.linalg.norm(found[:3, 3] - picture.pose[:3, 3])

@@ -57,15 +57,15 @@ def locate_video(
         views: the anchors.
         camera: (3, 3) from `camera_matrix`.
     """
-    placing = (locate(find_features(p), frame, views, camera) for p, frame in zip(pictures, frames, strict=True))
-    return np.stack([pose for pose, _ in placing])
+    return np.stack([locate(find_features(p), at, views, camera) for p, at in zip(pictures, frames, strict=True)])
 
 
-def locate(features: Features, frame: int, views: Sequence[MappedView], camera: Floats) -> tuple[Floats, int]:
-    """Return the camera-to-world pose (4, 4), NaN with fewer than `GATE` inliers, and the number of inliers.
+def locate(features: Features, frame: int, views: Sequence[MappedView], camera: Floats) -> Floats:
+    """Return the camera-to-world pose (4, 4), NaN with fewer than `GATE` inliers.
 
     `frame` is the picture's number in its video: anchors not known to be static are matched only in their own frame.
     """
+    nowhere = np.full((4, 4), np.nan)
     indices, positions = [np.zeros(0, np.int64)], [np.zeros((0, 3))]
     for view in views:
         serving = np.ones(len(view), np.bool_) if view.frame == frame else view.lasting
@@ -74,7 +74,7 @@ def locate(features: Features, frame: int, views: Sequence[MappedView], camera: 
         positions.append(view.xyz[serving][theirs])
     numbers, xyz = np.concatenate(indices), np.concatenate(positions)
     if len(np.unique(numbers)) < GATE:
-        return np.full((4, 4), np.nan), 0
+        return nowhere
     points = features.points[numbers]
     try:
         solved, turn, move, _ = cv2.solvePnPRansac(
@@ -89,22 +89,19 @@ def locate(features: Features, frame: int, views: Sequence[MappedView], camera: 
         )
     except cv2.error:
         # Raised for a RANSAC draw of one point seen in several views: far too few features match.
-        return np.full((4, 4), np.nan), 0
+        return nowhere
     if not solved or not np.isfinite(turn).all() or not np.isfinite(move).all():
-        return np.full((4, 4), np.nan), 0
+        return nowhere
     for pixels in (RANSAC_PIXELS, FINE_PIXELS):
         agree = _agree(xyz, points, (turn, move), camera, pixels)
-        if len(np.unique(numbers[agree])) < GATE:
-            return np.full((4, 4), np.nan), len(np.unique(numbers[agree]))
+        if len(np.unique(numbers[agree])) < GATE:  # a feature matched in several views counts once
+            return nowhere
         turn, move = cv2.solvePnPRefineLM(xyz[agree], points[agree], camera, None, turn, move)
     agree = _agree(xyz, points, (turn, move), camera, RANSAC_PIXELS)
-    inliers = len(np.unique(numbers[agree]))  # a feature matched in several views counts once
     rotation = cv2.Rodrigues(turn)[0].T
     pose = np.eye(4)  # OpenCV's turn and move are world-to-camera
     pose[:3, :3], pose[:3, 3] = rotation, -rotation @ move.reshape(3)
-    if inliers < GATE or not np.isfinite(pose).all():
-        return np.full((4, 4), np.nan), inliers
-    return pose, inliers
+    return pose if len(np.unique(numbers[agree])) >= GATE and np.isfinite(pose).all() else nowhere
 
 
 def _agree(

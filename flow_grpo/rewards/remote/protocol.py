@@ -200,11 +200,8 @@ def read_reply(body: bytes, name: str, conditions: Sequence[Condition]) -> tuple
     meta, tensors = decode(body)
     if meta["samples"] != _rows(conditions):
         raise ValueError(f"reply is to other samples than were sent: {meta['samples']}")
-    values, faulty, causes = (
-        tensors[f"scores.{name}"].float(),
-        torch.tensor(meta["faulty"], dtype=torch.bool),
-        meta["causes"],
-    )
+    values, causes = tensors[f"scores.{name}"].float(), meta["causes"]
+    faulty = torch.tensor(meta["faulty"], dtype=torch.bool)
     if not (values.shape == faulty.shape == (len(causes),) == (len(conditions),)):
         raise ValueError(
             f"reply has scores of shape {tuple(values.shape)}, faulty {tuple(faulty.shape)} and {len(causes)} causes, "
