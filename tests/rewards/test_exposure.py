@@ -118,12 +118,6 @@ def test_what_lies_between_source_and_true_view_is_right_and_a_part_costs_at_mos
     assert judged(flat(0.9), flat(0.1))[0] == pytest.approx(-1 / 5)
 
 
-def test_samples_of_a_batch_do_not_mix():
-    chosen = [dataclasses.replace(CONDITION, source_video=flat(level), target_video=None) for level in (0.5, 0.3)]
-    result = Exposure()(torch.stack([flat(0.5), flat(0.5)]), chosen)
-    assert result.values[0] == 0 and result.values[1] < -0.1
-
-
 def test_two_frames_are_refused():
     with pytest.raises(ValueError, match="at least 3 frames, got videos of 2"):
         Exposure()(flat(0.5, frames=2)[None], [CONDITION])

@@ -18,13 +18,9 @@ def blinking(step: float, frames: int = 5) -> torch.Tensor:
 
 
 def score(videos, *, source=None, target=None) -> list[float]:
-    chosen = [
-        dataclasses.replace(c, source_video=v if source is None else source[0], target_video=None)
-        for c, v in zip(conditions(FILM), videos, strict=False)
-    ]
-    if target is not None:
-        chosen = [dataclasses.replace(c, target_video=target[0]) for c in chosen]
-    result = MotionMag()(videos, chosen)
+    true, asked = None if target is None else target[0], conditions(FILM)[0]
+    asked = dataclasses.replace(asked, source_video=(videos if source is None else source)[0], target_video=true)
+    result = MotionMag()(videos, [asked])
     assert result.valid.all()
     return result.values.tolist()
 

@@ -85,19 +85,6 @@ def test_a_request_of_another_form_is_refused(change, match):
         protocol.read_request(changed(change))
 
 
-def test_a_peer_of_another_version_or_another_score_is_refused():
-    multipart = b'--b\r\nContent-Disposition: form-data; name="meta"\r\n\r\n{"protocol": 1}\r\n--b--\r\n'
-    for read in (
-        lambda: protocol.read_request(multipart),
-        lambda: protocol.read_health(json.dumps(HEALTH | {"protocol": 1}).encode(), "beauty"),
-    ):
-        with pytest.raises(ValueError, match=r"^the other side speaks protocol 1, this one 3: update the older$"):
-            read()
-    assert protocol.read_health(json.dumps(HEALTH).encode(), "beauty")[0] == ("judge", "v1")
-    with pytest.raises(ValueError, match="server scores beauty, not truth"):
-        protocol.read_health(json.dumps(HEALTH).encode(), "truth")
-
-
 def test_what_a_server_needs_counts_once_however_often_it_says_so():
     said = HEALTH | {"needs": ["source", "depth"] * 100_000 + ["target"]}
     assert protocol.read_health(json.dumps(said).encode(), "beauty")[1].needs == ("source", "target")

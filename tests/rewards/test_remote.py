@@ -94,7 +94,7 @@ def test_a_sample_that_cannot_be_measured_is_no_fault():
     [
         (answer({"error": "wrong token"}, 401), "refused, status 401: wrong token"),
         (answer(HEALTH | {"rewards": ["truth"]}), "cannot be believed: server scores truth, not beauty"),
-        (answer(HEALTH | {"protocol": 1}), "cannot be believed: the other side speaks protocol 1, this one 3"),
+        (answer(HEALTH | {"protocol": 1}), "the other side speaks protocol 1, this one 3: update the older"),
         (answer(b"[" * 100_000), "cannot be believed: RecursionError"),
         (answer([]), "cannot be believed: AttributeError"),
         (silent, "no answer within 0.3 s"),

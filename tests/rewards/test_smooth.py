@@ -1,25 +1,14 @@
-"""Smoothness: changes of speed by hand, and trembling paths on filmed rooms."""
+"""Smoothness: changes of speed by hand; on filmed rooms test_tricks.py."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from flow_grpo.maths.poses import PRESETS, preset_path
-from flow_grpo.rewards.camera.pose import (
-    PoseErrors,
-    PoseMeasurer,
-    PoseRot,
-    PoseTrans,
-    compare,
-    rotation_value,
-    translation_value,
-)
+from flow_grpo.rewards.camera.pose import PoseErrors, PoseMeasurer, compare, rotation_value, translation_value
 from flow_grpo.rewards.camera.smooth import MOVE_NOISE_M, TURN_NOISE_DEG, Smooth, unsteadiness
 from tests.maths.test_path_errors import path
-from tests.textured_room import condition, film, shoot, source_path
-from tests.tricks import along
 
-SIZE, FRAMES = (120, 208), 5
 SMOOTH = Smooth(PoseMeasurer())
 
 
@@ -89,26 +78,3 @@ def test_a_static_video_is_smooth_but_loses_in_the_pose_rewards(preset):
     trembling = compared(commanded, commanded @ path([0.2, -0.2] * 10 + [0.2], [0.01, -0.01] * 10 + [0.01]))
     sums = [rotation_value(e) + translation_value(e) + SMOOTH.read(e)[0] for e in (right, trembling, static)]
     assert sums[0] > sums[1] > sums[2]
-
-
-# --- filmed rooms
-
-
-def shot(preset: str) -> Tensor:
-    return film(preset, SIZE, FRAMES)
-
-
-def test_trembling_is_noticed_where_the_pose_rewards_see_nothing():
-    places = torch.linspace(0, 1, FRAMES, dtype=torch.float64)
-    to_and_fro = 0.0075 * torch.tensor([1, -1, 1, -1, 1], dtype=torch.float64)
-    trembling = shoot(along("arc_right", places + to_and_fro), SIZE)
-    videos = torch.stack([shot("arc_right"), trembling])
-    chosen = [condition("arc_right", shot("source"), source_path(FRAMES))] * 2
-    rewards = [SMOOTH, PoseRot(SMOOTH.measurer), PoseTrans(SMOOTH.measurer)]
-    smooth, rotation, translation = (reward(videos, chosen) for reward in rewards)
-    assert smooth.valid.all() and smooth.values[0] > -SMOOTH.floor and smooth.values[1] < -3 * SMOOTH.floor
-    for reward, result in zip(rewards[1:], (rotation, translation), strict=True):
-        assert result.values[0] - result.values[1] < 3 * reward.floor
-    assert set(smooth.info) == set(SMOOTH.measures)
-    assert smooth.info["shake_deg"][1] > 0.5 > 0.1 > smooth.info["shake_deg"][0]
-    assert smooth.info["valid_frames"].tolist() == [1, 1] and smooth.info["unregistered"].tolist() == [0, 0]

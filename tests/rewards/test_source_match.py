@@ -64,10 +64,6 @@ def test_without_a_true_view_the_distances_count_in_full():
     assert torch.allclose(result.values, -(result.info["new"] + result.info["lost"]) / 2)
 
 
-def test_samples_of_a_batch_do_not_mix():
-    assert torch.equal(values(TARGET.videos[2:3], CONDITIONS[2:3]), values(TARGET.videos)[2:3])
-
-
 def textures(videos: torch.Tensor) -> torch.Tensor:
     return SourceTexture()(videos, CONDITIONS).values
 

@@ -102,22 +102,5 @@ def test_true_views_are_cached_up_to_a_limit(monkeypatch, calls_made):
     assert calls_made.count("find_views") == 2 and calls_made.count("displacements") == 6
 
 
-def test_a_crash_masks_its_own_row_and_is_tried_again(monkeypatch):
-    reward = ViewDisp(CallPool())
-    videos, conditions = [shot("arc_right"), 0.2 * shot("arc_right")], [asked("arc_right")] * 2
-
-    def sometimes(pictures, views):
-        if pictures.mean() < 60:
-            raise RuntimeError("the scorer is broken")
-        return displacements(pictures, views)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(view_disp, "displacements", sometimes)
-        result = score(videos, conditions, reward)
-        assert result.valid.tolist() == [True, False]
-        assert result.values[1].isnan() and "the scorer is broken" in result.causes[1]
-    assert score(videos, conditions, reward).valid.all()
-
-
 def test_it_scores_in_the_processes_of_the_pose_rewards():
     assert ViewDisp().pool is view_disp.shared_measurer().pool
