@@ -69,7 +69,8 @@ def main(words: Sequence[str] | None = None) -> int:
 def check(data: MultiCamDataset, verdicts: Verdicts, keep: Callable[[], None], workers: int) -> list[str]:
     """Add the missing verdicts, calling `keep` regularly to save them; return the errors of items left without one."""
     measurer, problems = PoseMeasurer(workers), []
-    left = [number for number in range(len(data)) if not known(data, number, verdicts)]
+    names = map(data.name_of, range(len(data)))
+    left = [number for number, (scene, camera) in enumerate(names) if camera not in verdicts.get(scene, {})]
     step = AT_ONCE * max(1, workers)
     with tqdm(total=len(left), unit="item") as bar:
         for start in range(0, len(left), step):
@@ -88,11 +89,6 @@ def check(data: MultiCamDataset, verdicts: Verdicts, keep: Callable[[], None], w
             bar.update(len(left[start : start + step]))
     measurer.pool.close()
     return problems
-
-
-def known(data: MultiCamDataset, number: int, verdicts: Verdicts) -> bool:
-    scene, camera = data.name_of(number)
-    return camera in verdicts.get(scene, {})
 
 
 def report(data: MultiCamDataset, verdicts: Verdicts, out: Path) -> bool:

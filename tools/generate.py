@@ -150,13 +150,11 @@ def in_words(args: argparse.Namespace, count: int) -> str:
 def steps_shown(versions: Versions, steps: int, text: str) -> Iterator[None]:
     """Context with a bar on a terminal that counts the network's calls, one a denoising step."""
     networks = {id(policy.module): policy.module for policy, _ in versions.values()}
-    with tqdm(total=steps * len(versions), desc=text, unit="step", leave=False, disable=None) as bar:
-        hooks = [on_every_call(network, bar.update) for network in networks.values()]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+    with contextlib.ExitStack() as held:
+        bar = held.enter_context(tqdm(total=steps * len(versions), desc=text, unit="step", leave=False, disable=None))
+        for network in networks.values():
+            held.enter_context(on_every_call(network, bar.update))
+        yield
 
 
 def check_settings(args: argparse.Namespace) -> Tensor:
@@ -237,14 +235,15 @@ def plan_films(args: argparse.Namespace) -> tuple[ConditionDataset, list[VideoRe
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         size = (args.frames, args.height, args.width)
-        sources = list(find_sources(args.source))
+        sources, prompts = list(find_sources(args.source)), []
         for source in sources:
             if not source.is_file():
                 raise ValueError(f"--source {source} does not exist; give a video or a folder of videos")
             if (count := video_size(source)[0]) < size[0]:
                 got = f"got {count} of {size[0]} frames"
                 raise ValueError(f"--source {source} is too short, {got}; pass fewer --frames")
-        prompts = [args.prompt or caption_of(source, caption_root(source)) or args.default_prompt for source in sources]
+            highest = source.parent.parent if source.parent.name == "videos" else source.parent  # that has its caption
+            prompts.append(args.prompt or caption_of(source, highest) or args.default_prompt)
         dataset = UserVideos(sources, args.camera, size, prompts=prompts)
     for warning in caught:
         print("warning:", " ".join(str(warning.message).split()), file=sys.stderr, flush=True)
@@ -255,11 +254,6 @@ def plan_films(args: argparse.Namespace) -> tuple[ConditionDataset, list[VideoRe
         folder, name = args.out or source.parent, f"{source.stem}_{label}"
         requests.append(VideoRequest(index, args.first_number + index, source, camera, folder, name))
     return dataset, requests
-
-
-def caption_root(source: Path) -> Path:
-    """Return the highest folder whose metadata.csv may hold a source's caption: its own, or that of its `videos/`."""
-    return source.parent.parent if source.parent.name == "videos" else source.parent
 
 
 def source_cameras(args: argparse.Namespace, requests: Sequence[VideoRequest]) -> dict[VideoRequest, dict[str, Any]]:

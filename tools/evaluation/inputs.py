@@ -89,7 +89,7 @@ def find_generated(folder: Path, focal_px: float | None) -> tuple[list[Evaluatio
         source, focal = record.get("source"), record.get("focal_px")
         if not isinstance(kind, str) or not isinstance(source, str):
             raise ValueError(f"{place} names no camera or no source; generate the video again")
-        focal = _focal(focal_px, "--focal-px") if focal is None else _focal(focal, f"{place}: focal_px")
+        focal = _focal(focal, f"{place}: focal_px", focal_px)
         made = [(video, after)] + [(file.with_name(f"{file.stem}{BEFORE}"), before)] * bool(record.get("before"))
         for result, found in made:
             if not result.is_file():
@@ -97,7 +97,12 @@ def find_generated(folder: Path, focal_px: float | None) -> tuple[list[Evaluatio
                     f"{place} has no {result.name}; generate it again with --overwrite, or remove the record"
                 )
             _check_count(result, result.name, len(poses), file)
-            _check_rows(result)
+            if (rows := video_size(result)[1]) < LEAST_ROWS:
+                raise ValueError(
+                    f"{result} is {rows} rows high, must be at least {LEAST_ROWS} for structure from motion: watch it "
+                    f"beside its source ({result.stem}{BESIDE}); a run as small is judged by its own estimator, in its "
+                    "summary.json"
+                )
             found.append(EvaluationTask(result, name, relative(poses[0], poses), kind, source, focal))
     if not after:
         raise ValueError(
@@ -120,7 +125,7 @@ def _from_extrinsics(file: Path, folder: Path, cameras: Path, frames: int, focal
     poses = read_cameras(cameras, [camera], frames)[0]
     # In cam_type folders videos of the same number were generated from the same source.
     kind, source = (in_folder[0], file.stem) if in_folder else (camera, file.parent.as_posix())
-    return EvaluationTask(file, name, relative(poses[0], poses), kind, source, _focal(focal_px, "--focal-px"))
+    return EvaluationTask(file, name, relative(poses[0], poses), kind, source, _focal(None, "", focal_px))
 
 
 def _from_poses(
@@ -147,12 +152,13 @@ def _from_poses(
     shares = values["shares_estimator"]
     if not isinstance(shares, bool):
         raise ValueError(f"{place}: shares_estimator is {shares!r}, must be true or false")
-    focal = _focal(entry["focal_px"], f"{place}: focal_px") if "focal_px" in entry else _focal(focal_px, "--focal-px")
+    focal = _focal(entry.get("focal_px"), f"{place}: focal_px", focal_px)
     return EvaluationTask(file, name, commanded, values["camera_type"], values["source"], focal, shares)
 
 
-def _focal(value: object, name: str) -> float:
-    """Return a checked focal length; there is no default, because a wrong one distorts every path."""
+def _focal(own: object, name: str, given: object) -> float:
+    """Return a video's own focal length or the one given, checked; there is no default: a wrong one distorts paths."""
+    value, name = (given, "--focal-px") if own is None else (own, name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{name} is {value!r}, must be the focal length in pixels, above 0, such as 630.3")
     return float(value)
@@ -170,15 +176,6 @@ def _read_matrices(poses: object, place: str) -> Tensor:
     for number in (torch.linalg.det(matrices[:, :3, :3]) < 0).nonzero().flatten().tolist():
         raise ValueError(f"{place}: matrix {number} is a mirror image (determinant -1), must be +1; use OpenCV's axes")
     return matrices
-
-
-def _check_rows(video: Path) -> None:
-    _, rows, _ = video_size(video)
-    if rows < LEAST_ROWS:
-        raise ValueError(
-            f"{video} is {rows} rows high, must be at least {LEAST_ROWS} for structure from motion: watch it beside "
-            f"its source ({video.stem}{BESIDE}); a run as small is judged by its own estimator, in its summary.json"
-        )
 
 
 def _check_count(file: Path, name: str, matrices: int, cameras: Path) -> None:

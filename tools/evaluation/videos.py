@@ -61,7 +61,8 @@ def make_videos(
     names, cameras = {}, {}
     for index in indices:  # do not hold the conditions: one takes almost a GB at full size
         condition = dataset.condition(index, gid=index)
-        names[index] = _name(condition)
+        shown = f"{condition.scene.replace('/', '-')}_{condition.source_camera}_to_{condition.target_camera}"
+        names[index] = f"{index:05d}_{shown}.mp4"
         cameras[names[index]] = _entry(condition, focal_px)
     write_atomically(out / CAMERAS, json.dumps(cameras))
     missing = [index for index, name in names.items() if not (out / VIDEOS / name).is_file()]
@@ -91,11 +92,6 @@ def _claim(config: Config, adapter: Path | None, out: Path) -> None:
     if (out / VIDEOS).exists() and not (file.is_file() and json.loads(file.read_text(encoding="utf-8")) == record):
         raise ValueError(f"--out {out} holds videos of another recipe, adapter or origin; choose another folder")
     write_atomically(file, json.dumps(record))
-
-
-def _name(condition: Condition) -> str:
-    scene = condition.scene.replace("/", "-")
-    return f"{condition.index:05d}_{scene}_{condition.source_camera}_to_{condition.target_camera}.mp4"
 
 
 def _entry(condition: Condition, focal_px: float | None) -> dict[str, Any]:
