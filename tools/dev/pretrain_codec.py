@@ -14,6 +14,7 @@ import argparse
 import math
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script from anywhere
@@ -33,7 +34,7 @@ from flow_grpo.data.tiny_world import FURNISHED, make_scene, render_views
 from flow_grpo.maths.keys import generator
 from flow_grpo.rewards.target_view import psnr_db
 from tools.common import make_parser
-from tools.dev.tiny.training import Resumable, processes, save_tensors
+from tools.dev.tiny.training import Resumable, load_shares, processes
 
 PATCH = 2  # pixels; the codec's two levels halve height, width and frames again
 LATENT_NOISE = 0.1  # keeps the decoder smooth around the encoder's latents
@@ -93,6 +94,10 @@ def become_linear(codec: AutoencoderKLWan, clips: Tensor) -> None:
         elif isinstance(module, WanAttentionBlock):
             module.proj.weight.zero_()
             module.proj.bias.zero_()
+        elif isinstance(module, WanResample):  # what the stages below do not set stays 0
+            for convolution in (module.time_conv, module.resample[1]):
+                convolution.weight.zero_()
+                convolution.bias.zero_()
     encoder, decoder, count = codec.encoder, codec.decoder, codec.config.z_dim
     pixels = patchify(clips, PATCH)
     mean = pixels.mean(dim=(0, 2, 3, 4))
@@ -155,8 +160,6 @@ def halve_space(down: WanResample, maps: Tensor) -> Tensor:
     squares = rearrange(maps, "b c t (h i) (w j) -> b (c i j) t h w", i=2, j=2)
     basis, _ = components(squares, down.dim)
     convolution = down.resample[1]
-    convolution.weight.zero_()
-    convolution.bias.zero_()
     convolution.weight[: len(basis), : maps.shape[1], :2, :2] = rearrange(basis, "k (c i j) -> k c i j", i=2, j=2)
     found = torch.einsum("kc,bcthw->bkthw", basis, squares)
     return functional.pad(found, (0, 0, 0, 0, 0, 0, 0, down.dim - len(basis)))
@@ -173,8 +176,6 @@ def halve_time(down: WanResample, maps: Tensor) -> Tensor:
     small, large = (part.square().mean(dim=(0, 2, 3, 4)) for part in (mean, difference))
     differences = int((large > small.flip(0)).long().cumprod(0).sum().clamp(max=count - 1))
     means = count - differences
-    down.time_conv.weight.zero_()
-    down.time_conv.bias.zero_()
     own = down.time_conv.weight[..., 1:, 0, 0]  # (out, in, 2): this pair, without the frame before it
     own[:means, :means] = 0.5 * torch.eye(means)[..., None]
     own[means:, :differences] = torch.eye(differences)[..., None] * torch.tensor([-0.5, 0.5])
@@ -187,8 +188,6 @@ def double(up: WanResample, maps: Tensor, squares: Tensor, target: Tensor) -> Te
     given = rearrange(maps[:, :count, 1:], "b c t h w -> (b t h w) c")
     wanted = rearrange(squares[:, :, 1:], "b c (t two) h w -> (b t h w) (two c)", two=2)
     matrix = ridge(given.T @ given, given.T @ wanted)
-    up.time_conv.weight.zero_()
-    up.time_conv.bias.zero_()
     for start, part in zip((0, up.dim), matrix.split(count, dim=1), strict=True):
         up.time_conv.weight[start : start + count, :count, -1, 0, 0] = part.T
     _, _, frames, rows, columns = maps.shape
@@ -200,8 +199,6 @@ def double(up: WanResample, maps: Tensor, squares: Tensor, target: Tensor) -> Te
     products = (torch.einsum("nkp,nlp->kl", around, part) for part in (around, truth))
     solution = ridge(*products)
     convolution = up.resample[1]
-    convolution.weight.zero_()
-    convolution.bias.zero_()
     fitted = solution.shape[1]
     convolution.weight[:fitted, :count] = rearrange(solution[:-1], "(c i j) k -> k c i j", i=3, j=3)
     convolution.bias[:fitted] = solution[-1]
@@ -283,7 +280,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="per rank")
     args = parser.parse_args()
     with processes(args) as (rank, world):
-        training = CodecTraining(args, load_clips(args, rank, world))
+        clips = torch.cat(load_shares(args, "clips", partial(make_clips, "codec"), rank, world))
+        training = CodecTraining(args, clips)
         held_out = to_signed(make_clips("codec-val", range(8)))
         began = time.time()
         while training.step < args.steps:
@@ -298,16 +296,6 @@ def main() -> None:
                 training.save()
         if rank == 0:
             write_codec(training, args)
-
-
-def load_clips(args: argparse.Namespace, rank: int, world: int) -> Tensor:
-    """Return all clips; each rank renders its share unless an earlier call did. Collective call."""
-    files = [args.work / f"clips_{args.scenes}_{part}_of_{world}.pt" for part in range(world)]
-    if not files[rank].exists():
-        save_tensors(files[rank], make_clips("codec", range(rank, args.scenes, world)))
-    if world > 1:
-        dist.barrier()
-    return torch.cat([torch.load(file, weights_only=True) for file in files])
 
 
 @torch.no_grad()

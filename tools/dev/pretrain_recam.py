@@ -16,6 +16,7 @@ import dataclasses
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script from anywhere
@@ -33,10 +34,12 @@ from flow_grpo.data.rooms import LABELLED, SOURCES
 from flow_grpo.data.tiny_world import FURNISHED, caption, make_scene, render_views
 from flow_grpo.maths.keys import generator
 from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
+from flow_grpo.models.recam import RECAM
+from flow_grpo.models.wan_policy import TIMESTEPS
 from tools.common import make_parser
-from tools.dev.tiny.probe import SHIFT, Probe, encode, predict, scene_cameras
+from tools.dev.tiny.probe import SHIFT, Probe, encode, scene_cameras
 from tools.dev.tiny.text import CAPTIONS, build_text_encoder, encode_captions
-from tools.dev.tiny.training import Resumable, processes, save_tensors
+from tools.dev.tiny.training import Resumable, load_shares, processes
 
 SOURCES_A_ROOM, TARGETS_A_ROOM = 2, 5
 SETTINGS = ("steps", "scenes", "batch", "learning_rate", "width", "ffn", "layers", "ema")  # in the record
@@ -126,7 +129,8 @@ class ModelTraining(Resumable):
         )
         level = sigma.view(-1, 1, 1, 1, 1)
         noisy = (1 - level) * target + level * noise
-        predicted = predict(network, noisy, sigma, source, cameras, text[captions])
+        inputs = {"source_latents": source, "target_cameras": cameras}
+        predicted = RECAM.call(network, noisy, TIMESTEPS * sigma, text[captions], inputs)
         loss = (predicted - (noise - target)).square().mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -160,7 +164,8 @@ def main() -> None:
         codec = AutoencoderKLWan.from_pretrained(args.out / "vae").eval()
         text_encoder, tokenizer = build_text_encoder()
         text = encode_captions(text_encoder, tokenizer)
-        pool = load_pool(codec, args, rank, world)
+        shares = load_shares(args, "pool", partial(encode_scenes, codec), rank, world)
+        pool = Pool(**{name: torch.cat([share[name] for share in shares]) for name in shares[0]})
         if args.steps == 0:  # render only: on many cores, for a later call in one process on a device
             return
         model = build_model(args, codec.config.z_dim, text.shape[-1])
@@ -194,26 +199,6 @@ def train(training: ModelTraining, pool: Pool, text: Tensor, probe: Probe | None
         losses = []
         if world > 1:
             dist.broadcast(late, 0)
-
-
-def load_pool(codec: AutoencoderKLWan, args: argparse.Namespace, rank: int, world: int) -> Pool:
-    """Return all encoded clips; each rank encodes its share unless an earlier call did. Collective call.
-
-    The earlier call may have had another number of ranks.
-    """
-    files = [args.work / f"pool_{args.scenes}_{part}_of_{world}.pt" for part in range(world)]
-    for earlier in args.work.glob(f"pool_{args.scenes}_0_of_*.pt"):
-        count = int(earlier.stem.rpartition("_")[2])
-        others = [args.work / f"pool_{args.scenes}_{part}_of_{count}.pt" for part in range(count)]
-        files = others if all(map(Path.exists, others)) else files
-    if rank < len(files) and not files[rank].exists():
-        began = time.time()
-        save_tensors(files[rank], encode_scenes(codec, range(rank, args.scenes, world)))
-        print(f"rank {rank}: scenes encoded in {time.time() - began:.0f} s", flush=True)
-    if world > 1:
-        dist.barrier()
-    parts = [torch.load(file, weights_only=True) for file in files]
-    return Pool(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
 
 def write_folder(training: ModelTraining, parts: dict[str, nn.Module], tokenizer: PreTrainedTokenizerBase) -> None:

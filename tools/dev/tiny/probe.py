@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor, nn
@@ -12,6 +14,8 @@ from flow_grpo.maths.keys import generator
 from flow_grpo.maths.poses import camera_tokens, relative, rot_err, trans_err
 from flow_grpo.maths.room import stack_rooms
 from flow_grpo.maths.schedule import flow_sigmas
+from flow_grpo.models.recam import RECAM
+from flow_grpo.models.wan_policy import TIMESTEPS
 from flow_grpo.rewards.room.room_fit import make_viewpoints
 from flow_grpo.rewards.room.room_pose import estimate_poses
 from flow_grpo.rewards.target_view import psnr_db
@@ -76,21 +80,10 @@ class Probe:
     @torch.no_grad()
     def measure(self, model: nn.Module, text: Tensor, steps: int = 8) -> dict[str, float]:
         """Sample a video of each condition by ODE and judge it; beside it stands what the codec alone would do."""
-        noise = torch.randn(self.source.shape, generator=generator("probe"))
-        videos = decode(self.codec, ode(model, noise, self.source, self.cameras, text[self.captions], steps))
+        latents = torch.randn(self.source.shape, generator=generator("probe"))
+        inputs = {"source_latents": self.source, "target_cameras": self.cameras}
+        for sigma, after in itertools.pairwise(flow_sigmas(steps, SHIFT)):
+            timesteps = TIMESTEPS * sigma.expand(len(latents))
+            latents = latents + (after - sigma) * RECAM.call(model, latents, timesteps, text[self.captions], inputs)
+        videos = decode(self.codec, latents)
         return self.judge(videos) | {f"codec_{name}": value for name, value in self.ceiling.items() if "label" in name}
-
-
-def ode(model: nn.Module, latents: Tensor, source: Tensor, cameras: Tensor, text: Tensor, steps: int) -> Tensor:
-    sigmas = flow_sigmas(steps, SHIFT)
-    for i in range(steps):
-        latents = latents + (sigmas[i + 1] - sigmas[i]) * predict(
-            model, latents, sigmas[i].expand(len(latents)), source, cameras, text
-        )
-    return latents
-
-
-def predict(model: nn.Module, latents: Tensor, sigma: Tensor, source: Tensor, cameras: Tensor, text: Tensor) -> Tensor:
-    """Return the velocity (B, C, F, H, W) of the target latents."""
-    hidden = torch.cat([latents, source], dim=2)
-    return model(hidden, 1000 * sigma, text, cameras)[0][:, :, : latents.shape[2]]

@@ -6,7 +6,8 @@ import argparse
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,25 @@ class Resumable:
             "log": [json.loads(line) for line in (self.work / "log.jsonl").read_text().splitlines()],
         }
         file.write_text(json.dumps(record, indent=1))
+
+
+def load_shares(args: argparse.Namespace, name: str, make: Callable[[range], Any], rank: int, world: int) -> list[Any]:
+    """Return what all ranks have made of args.scenes scenes, each of its share; of an earlier call what is there.
+
+    The earlier call may have had another number of ranks. Collective call.
+    """
+    files = [args.work / f"{name}_{args.scenes}_{part}_of_{world}.pt" for part in range(world)]
+    for earlier in args.work.glob(f"{name}_{args.scenes}_0_of_*.pt"):
+        count = int(earlier.stem.rpartition("_")[2])
+        others = [args.work / f"{name}_{args.scenes}_{part}_of_{count}.pt" for part in range(count)]
+        files = others if all(map(Path.exists, others)) else files
+    if rank < len(files) and not files[rank].exists():
+        began = time.time()
+        save_tensors(files[rank], make(range(rank, args.scenes, world)))
+        print(f"rank {rank}: {name} made in {time.time() - began:.0f} s", flush=True)
+    if world > 1:
+        dist.barrier()
+    return [torch.load(file, weights_only=True) for file in files]
 
 
 def save_tensors(file: Path, content: Any) -> None:
