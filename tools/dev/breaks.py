@@ -22,6 +22,7 @@ import argparse
 import ast
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -96,9 +97,7 @@ def bodies(text: str, name: str) -> list[tuple[int, int]]:
     """Return where the bodies of the functions of a qualified name begin and end in a text, docstrings left out."""
     if name.rpartition(".")[2] not in text:
         return []
-    starts = [0]
-    for line in text.split("\n"):
-        starts.append(starts[-1] + len(line) + 1)
+    starts = [*itertools.accumulate((len(line) + 1 for line in text.split("\n")), initial=0)]
     scopes: list[tuple[str, ast.AST]] = [("", ast.parse(text))]
     found = []
     for prefix, scope in scopes:  # grows

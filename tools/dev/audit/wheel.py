@@ -178,20 +178,16 @@ def signature_of(found: Definition) -> inspect.Signature | None:
     """Return the signature of a function, with the source text of each default in place of its value; else None."""
     if not isinstance(found.node, ast.FunctionDef):
         return None
-    arguments, kinds = found.node.args, inspect.Parameter
-    positional = [*arguments.posonlyargs, *arguments.args]
-    defaults: list[ast.expr | None] = [*arguments.kw_defaults]
-    rows = [(argument, kinds.POSITIONAL_OR_KEYWORD) for argument in positional]
-    rows[: len(arguments.posonlyargs)] = [(argument, kinds.POSITIONAL_ONLY) for argument in arguments.posonlyargs]
-    optional: list[ast.expr | None] = [*[None] * (len(positional) - len(arguments.defaults)), *arguments.defaults]
-    if arguments.vararg:
-        rows, optional = [*rows, (arguments.vararg, kinds.VAR_POSITIONAL)], [*optional, None]
-    rows += [(argument, kinds.KEYWORD_ONLY) for argument in arguments.kwonlyargs]
-    if arguments.kwarg:
-        rows, defaults = [*rows, (arguments.kwarg, kinds.VAR_KEYWORD)], [*defaults, None]
-    return inspect.Signature(
-        [
-            kinds(argument.arg, kind, default=kinds.empty if default is None else _Source(ast.unparse(default)))
-            for (argument, kind), default in zip(rows, [*optional, *defaults], strict=True)
-        ]
+    given, kind = found.node.args, inspect.Parameter
+    positional = [*given.posonlyargs, *given.args]
+    optional = [*zip(positional[::-1], given.defaults[::-1]), *zip(given.kwonlyargs, given.kw_defaults)]  # noqa: B905
+    defaults = {argument: _Source(ast.unparse(default)) for argument, default in optional if default is not None}
+    rows = (
+        (kind.POSITIONAL_ONLY, given.posonlyargs),
+        (kind.POSITIONAL_OR_KEYWORD, given.args),
+        (kind.VAR_POSITIONAL, [given.vararg]),
+        (kind.KEYWORD_ONLY, given.kwonlyargs),
+        (kind.VAR_KEYWORD, [given.kwarg]),
     )
+    named = [(which, argument) for which, arguments in rows for argument in arguments if argument]
+    return inspect.Signature([kind(one.arg, which, default=defaults.get(one, kind.empty)) for which, one in named])
