@@ -29,6 +29,7 @@ from tests import refusals
 from tests.command import command
 from tests.models.test_adapters import LORA, move
 from tests.tiny_models import CPU
+from tests.tools import run_files
 from tools import generate
 from tools.evaluation import videos
 from tools.evaluation.inputs import find_generated
@@ -355,8 +356,7 @@ def test_a_run_gives_every_setting_and_each_video_is_made_before_and_after(sourc
 
 def test_a_model_that_a_run_was_not_trained_with_is_told(source, tmp_path, capsys):
     run = finished_run(tmp_path / "first", eval__num_steps=2)
-    start = run / "starts" / "001.json"
-    start.write_text(json.dumps(json.loads(start.read_text()) | {"identity": {"vae": "another", "data": "of it"}}))
+    run_files.change(run / "starts" / "001.json", identity={"vae": "another", "data": "of it"})
     assert generate.main(["--run", str(run), "--source", str(source), "--camera", "tilt_up", "--device", "cpu"]) == 0
     assert f"warning: not the vae that {run} was trained with: the results are not" in capsys.readouterr().err
 

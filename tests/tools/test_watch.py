@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from flow_grpo.reporting.metric_files import MetricFiles
 from flow_grpo.runtime.checkpoints.checkpoint import published
 from flow_grpo.runtime.checkpoints.run_lock import LOCK, RunLock
 from tests.refusals import refusal
+from tests.tools.run_files import change
 from tools import watch
 
 ROOT = Path(__file__).parents[2]
@@ -156,9 +158,8 @@ def test_a_killed_run_is_told_with_the_command_that_goes_on_with_it(tmp_path, ca
 
 def test_a_run_that_a_signal_ended_says_so_and_not_that_it_crashed(tmp_path, capsys):
     run = make_run(tmp_path / "first")
-    start = json.loads((run / "starts" / "001.json").read_text())
-    (run / "starts" / "001.json").write_text(json.dumps(start | {"ended_by": "SIGINT"}))
-    (run / "config.json").write_text(json.dumps(start["config"]))
+    change(run / "starts" / "001.json", ended_by="SIGINT")
+    (run / "config.json").write_text('{"num_epochs": 40}')
     text = shown(run, capsys)
     assert "ended by SIGINT after epoch 10 of 40, without a verdict; last record" in text and "--config.resume" in text
     assert "crashed" not in text and "running" not in text
@@ -190,9 +191,8 @@ def test_a_complete_run_shows_its_verdict_until_it_is_resumed(tmp_path, capsys):
     run = make_run(tmp_path / "first")
     (run / "summary.json").write_text(json.dumps(SUMMARY))
     assert "ended: verdict better (better: trans_err_m)\n" in shown(run, capsys)
-    start = json.loads((run / "starts" / "001.json").read_text())
-    start["time"] = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(time.time() + 2))
-    (run / "starts" / "002.json").write_text(json.dumps(start))
+    again = shutil.copy(run / "starts" / "001.json", run / "starts" / "002.json")
+    change(again, time=time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(time.time() + 2)))
     text = shown(run, capsys)
     assert "verdict" not in text and "running" in text
 
@@ -219,10 +219,7 @@ def test_of_several_runs_the_newest_is_shown_and_where_there_is_none_one_line_sa
 
 def test_time_left_respects_the_runs_limit_of_minutes(tmp_path):
     run = make_run(tmp_path / "first", epochs=10, num_epochs=1000)
-    file = run / "starts" / "001.json"
-    start = json.loads(file.read_text())
-    start["config"]["max_minutes"] = 1.0
-    file.write_text(json.dumps(start))
+    change(run / "starts" / "001.json", config={"num_epochs": 1000, "max_minutes": 1.0})
     assert watch.take(run).left_s == pytest.approx(60 - 10 * 2.0, abs=2)
 
 
