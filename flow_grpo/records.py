@@ -34,6 +34,8 @@ class Condition:
         target_camera: name of the target camera; "" for none.
         source_poses: (T, 4, 4) like target_poses, or None when unknown.
         reference_pose: (4, 4) float64 absolute world pose of the reference camera in metres, or None.
+        source_depth: (T, h, w) or (1, h, w) fp32 metres along the optical axis of what the source shows, (1, 1, 1) one
+            number for all of the scene, or None.
         intrinsics: (4,) fp32 fx, fy, cx, cy in pixels of the (resized, cropped) video, or None.
         target_video: (3, T, h, w) fp32 in [0, 1], the synchronised ground truth, or None.
         preset: name of the camera motion when known.
@@ -53,6 +55,7 @@ class Condition:
     target_camera: str = ""
     source_poses: Tensor | None = None
     reference_pose: Tensor | None = None
+    source_depth: Tensor | None = None
     intrinsics: Tensor | None = None
     target_video: Tensor | None = None
     preset: str | None = None

@@ -23,7 +23,7 @@ VIDEO = {
 }
 SOURCE = {"pose": (8.2, 8.7), "view_disp": (1.5, 2.8)}  # once for the videos of a source; these two use all cores
 # Rewards that read one measurement.
-READ = dict.fromkeys(("pose_rot", "pose_trans", "smooth"), "pose")
+READ = dict.fromkeys(("pose_rot", "pose_trans", "pose_dir", "smooth"), "pose")
 READ |= dict.fromkeys(("room_rot", "room_trans", "room_content"), "room")
 
 

@@ -10,6 +10,7 @@ REWARDS = {
     "sharpness": "sharpness:Sharpness",
     "pose_rot": "camera.pose:PoseRot",
     "pose_trans": "camera.pose:PoseTrans",
+    "pose_dir": "camera.pose:PoseDir",
     "view_disp": "camera.view_disp:ViewDisp",
     "smooth": "camera.smooth:Smooth",
     "exposure": "exposure:Exposure",

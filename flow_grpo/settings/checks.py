@@ -19,7 +19,7 @@ from flow_grpo.settings.objectives import trained_rows, trains_groups, traits_of
 from flow_grpo.settings.schema import Config, RewardConfig
 
 # Rewards that a camera standing still loses; a server's may be one.
-CAMERA = ("pose_rot", "pose_trans", "view_disp", "room_pose", "room_tracks", "room_rot", "room_trans")
+CAMERA = ("pose_rot", "pose_trans", "pose_dir", "view_disp", "room_pose", "room_tracks", "room_rot", "room_trans")
 FOLLOWING = (*CAMERA, "target_view", "target_psnr")
 
 

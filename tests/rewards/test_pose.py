@@ -7,16 +7,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from flow_grpo.maths.poses import PRESETS, preset_path
+from flow_grpo.maths.poses import PRESETS, preset_path, trans_err
 from flow_grpo.records import Condition
 from flow_grpo.rewards.camera import pose as camera_pose
-from flow_grpo.rewards.camera.pnp import locate_video
-from flow_grpo.rewards.camera.pose import PoseMeasurer, PoseRot, PoseTrans, compare, rotation_value, translation_value
+from flow_grpo.rewards.camera.pose import (
+    PoseDir,
+    PoseMeasurer,
+    PoseRot,
+    PoseTrans,
+    compare,
+    locate_frames,
+    rotation_value,
+    translation_value,
+)
 from flow_grpo.rewards.camera.smooth import Smooth
 from flow_grpo.rewards.process_pool import CallPool
 from tests.maths.test_path_errors import lost, path
 from tests.some import some
-from tests.textured_room import LARGE, SMALL, condition, film, intrinsics, slowed, source_path, spoiled
+from tests.textured_room import (
+    LARGE,
+    SMALL,
+    condition,
+    depths,
+    film,
+    intrinsics,
+    slowed,
+    source_path,
+    spoiled,
+    standing,
+)
 
 FRAMES = 3  # the fewest that leave one to check the anchors with
 TURNS = [name for name, preset in PRESETS.items() if any(preset.rotation)]
@@ -147,9 +166,31 @@ def test_a_turning_source_is_scored_with_its_true_view():
     result = PoseTrans(PoseMeasurer())(torch.stack([shot("arc_right"), slow]), [turning] * 2)
     assert result.valid.all()
     assert result.values[0] > -0.005 and result.values[1] < -0.1
-    alone = dataclasses.replace(turning, target_video=None)
-    refused = PoseTrans(PoseMeasurer())(slow[None], [alone])
-    assert not refused.valid.any() and "unusable: 0 anchors" in refused.causes[0]
+
+
+@pytest.mark.parametrize("posed", [True, False])
+def test_a_turning_source_without_a_true_view_is_scored_by_its_own_frames(posed):
+    poses = preset_path("pan_right", FRAMES)
+    alone = condition("arc_right", shot("pan_right"), poses, source_poses=poses if posed else None)
+    videos = torch.stack([shot("arc_right"), shot("arc_right", speed=0.5), shot("arc_left"), static("arc_right")])
+    measurer = PoseMeasurer()
+    turn, away, where = (reward(measurer)(videos, [alone] * 4) for reward in (PoseRot, PoseTrans, PoseDir))
+    assert turn.info["rot_deg"].tolist() == pytest.approx([0, 7.5, 30, 15], abs=0.5)
+    assert where.info["dir_deg"].tolist() == pytest.approx([0, 0, 90, 90], abs=5)  # arcs begin sideways
+    assert not away.valid.any() and not away.faults.any() and "depth" in away.causes[0]
+    known = dataclasses.replace(alone, source_depth=torch.from_numpy(depths(poses, SMALL)).float())
+    metres = PoseTrans(PoseMeasurer())(videos, [known] * 4).info["trans_m"]
+    wanted = [
+        *(slowed("arc_right", FRAMES, speed) for speed in (1, 0.5)),
+        preset_path("arc_left", FRAMES),
+        standing(FRAMES),
+    ]
+    assert metres.tolist() == pytest.approx([float(trans_err(wanted[0], way).mean()) for way in wanted], abs=0.05)
+
+
+def test_a_command_that_does_not_move_has_no_direction():
+    result = PoseDir(MEASURER)(shot("pan_right")[None], [asked("pan_right")])
+    assert not result.valid.any() and not result.faults.any() and "no direction" in result.causes[0]
 
 
 # --- failures
@@ -161,12 +202,12 @@ def test_all_path_rewards_read_one_measurement(calls_made):
     conditions = [asked("arc_right"), asked("arc_right", slot=1)]
     first = PoseRot(measurer)(videos, conditions)
     second = PoseTrans(measurer)(videos.clone(), conditions)
-    assert calls_made == ["make_source", "locate_video", "locate_video"]
+    assert calls_made == ["find_source", "locate_frames", "locate_frames"]
     third = Smooth(measurer)(videos, conditions)
     assert first.valid.all() and second.valid.all() and third.valid.all()
     assert Smooth().measurer is PoseRot().measurer
     PoseRot(measurer)(videos.flip(0), conditions)
-    assert calls_made == ["make_source", *["locate_video"] * 4]
+    assert calls_made == ["find_source", *["locate_frames"] * 4]
 
 
 def test_without_the_right_focal_length_there_is_no_value():
@@ -191,10 +232,10 @@ def test_a_crash_masks_its_own_row_and_is_tried_again(monkeypatch):
     def sometimes(pictures, *others):
         if pictures.mean() < 60:
             raise RuntimeError("the scorer is broken")
-        return locate_video(pictures, *others)
+        return locate_frames(pictures, *others)
 
     with monkeypatch.context() as patch:
-        patch.setattr(camera_pose, "locate_video", sometimes)
+        patch.setattr(camera_pose, "locate_frames", sometimes)
         result = PoseRot(measurer)(videos, conditions)
         assert result.valid.tolist() == [True, False]
         assert result.values[1].isnan() and "the scorer is broken" in result.causes[1]
@@ -210,7 +251,7 @@ def test_a_process_that_dies_masks_its_rows(monkeypatch):
     measurer = PoseMeasurer(workers=1)
     video, conditions = shot("arc_right")[None], [asked("arc_right")]
     with monkeypatch.context() as patch:
-        patch.setattr(camera_pose, "locate_video", _exit)
+        patch.setattr(camera_pose, "locate_frames", _exit)
         result = PoseRot(measurer)(video, conditions)
         assert not result.valid.any() and result.values.isnan().all()
         assert "died" in result.causes[0] and result.faulty.all()
@@ -236,7 +277,7 @@ def test_anchors_are_cached_by_source_up_to_a_limit(monkeypatch, calls_made):
     measurer = PoseMeasurer()
     for scene in ("a", "a", "b", "a"):
         measurer.sources([asked("arc_right", scene=scene)])
-    assert calls_made == ["make_source"] * 3
+    assert calls_made == ["find_source"] * 3
 
 
 # --- the size of the real model

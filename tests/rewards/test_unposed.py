@@ -44,11 +44,20 @@ def test_a_true_view_that_moves_tells_the_metre():
     assert result.info["trans_m"][1] == pytest.approx(float(known.info["trans_m"]), abs=0.01)
 
 
-def test_a_source_that_only_turns_is_nothing_to_measure_by():
-    still = dataclasses.replace(asked("arc_right"), source_video=film("pan_left", SIZE, FRAMES))
-    result = PoseRot(PoseMeasurer())(film("arc_right", SIZE, FRAMES)[None], [still])
+def test_a_source_that_only_turns_tells_turns_and_no_metres(monkeypatch):
+    monkeypatch.setattr(structure_from_motion, "pycolmap", None)  # not needed
+    turning = dataclasses.replace(asked("arc_right"), source_video=film("pan_left", SIZE, FRAMES))
+    videos = film("arc_right", SIZE, FRAMES)[None]
+    measurer = PoseMeasurer()
+    assert PoseRot(measurer)(videos, [turning]).info["rot_deg"] < 0.5
+    assert "nothing tells the size" in PoseTrans(measurer)(videos, [turning]).causes[0]
+
+
+def test_a_source_that_shows_nothing_says_what_was_tried():
+    blank = dataclasses.replace(asked("arc_right"), source_video=torch.full((3, FRAMES, *SIZE), 0.5))
+    result = PoseRot(PoseMeasurer())(film("arc_right", SIZE, FRAMES)[None], [blank])
     assert not result.valid.any() and not result.faults.any()
-    assert "came without poses" in result.causes[0] and "without parallax" in result.causes[0]
+    assert "came without poses" in result.causes[0] and "0 features" in result.causes[0]
 
 
 def test_without_pycolmap_it_says_so(monkeypatch):

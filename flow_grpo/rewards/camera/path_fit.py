@@ -76,14 +76,14 @@ def fit_path(matches: Matches, points: Points, camera: Floats, command: Floats) 
         matches: what was seen.
         points: the source's points.
         camera: (3, 3) from `pnp.camera_matrix`.
-        command: (F, 4, 4) camera-to-world, the first about the identity.
+        command: (F, 4, 4) camera-to-world; the video begins about where it does.
     """
     count = len(command)
     seen = np.bincount(matches.frames, minlength=count)
     if seen.max(initial=0) < GATE:
         return np.full_like(command, np.nan)
     tried = []
-    for start in (command, _chained(matches, points, camera, count)):
+    for start in (command, _chained(matches, points, camera, command)):
         fit = _Fit(matches, points, camera, start, command)
         fit.run(SCALES)
         tried.append(fit)
@@ -97,10 +97,10 @@ def fit_path(matches: Matches, points: Points, camera: Floats, command: Floats) 
     return np.where(located[:, None, None], best.poses, np.nan)
 
 
-def _chained(matches: Matches, points: Points, camera: Floats, count: int) -> Floats:
+def _chained(matches: Matches, points: Points, camera: Floats, command: Floats) -> Floats:
     """Return poses (F, 4, 4) of which each was found by its own frame alone, from the one before it."""
-    poses = [np.eye(4)]
-    for frame in range(count):
+    poses = [command[0]]
+    for frame in range(len(command)):
         own = matches.of_frame(frame)
         used, numbers = np.unique(own.points, return_inverse=True)
         here = dataclasses.replace(own, points=numbers)

@@ -26,9 +26,10 @@ from torch import Tensor
 
 from flow_grpo.maths.poses import rot_err, trans_err
 from flow_grpo.records import Condition, RewardResult
-from flow_grpo.rewards.camera.anchors import PosedFrames, Source, make_source
+from flow_grpo.rewards.camera.anchors import PosedFrames
+from flow_grpo.rewards.camera.find_source import AnySource, find_source
+from flow_grpo.rewards.camera.fixed_source import FixedSource
 from flow_grpo.rewards.camera.pnp import camera_matrix, locate_video
-from flow_grpo.rewards.camera.unposed import make_unposed_source
 from flow_grpo.rewards.frames import frame_numbers, frame_weights, grey_frames
 from flow_grpo.rewards.process_pool import CallPool, Outcome
 from flow_grpo.rewards.results import from_outcomes
@@ -38,6 +39,7 @@ from flow_grpo.runtime.processes import usable_cores
 ROT_CAP_DEG = 45.0
 LEAST_REACH_M = 0.3
 CAP_REACHES = 2.0
+LEAST_MOVE_M = 0.01  # of a command, to have a direction
 LEAST_LOCATED = 0.5  # share of the scored frames
 MOST_SECONDS = 600.0  # for each stage of a batch: anchors, poses, displacements
 MOST_WORKERS = 16
@@ -101,6 +103,19 @@ def translation_value(errors: PoseErrors) -> float:
     return -float((errors.weights * errors.metres.clamp(max=cap)).sum()) / cap
 
 
+def direction_error(errors: PoseErrors) -> float:
+    """Return the angle in degrees, at most 90, between the found and the commanded path, whatever their scales.
+
+    Paths are vectors of all weighted centres; a frame that is not located, like a camera that does not move, lies at
+    the origin. So a path that is half missing is some 45 degrees off, and a standing camera 90.
+    """
+    weights = errors.weights.sqrt()[:, None]
+    asked = weights * errors.commanded[:, :3, 3]
+    way = weights * errors.seen[:, :3, 3].nan_to_num() * (not errors.unregistered)
+    cosine = (asked * way).sum() / (asked.norm() * way.norm()).clamp(min=1e-12)
+    return float(cosine.clamp(0, 1).acos().rad2deg())
+
+
 def _source_key(condition: Condition) -> SourceKey:
     # Scene, cameras and a hash of all that anchors are made from. A true view's camera counts: the frames that can be
     # scored depend on that view, and so do the anchors of a source without parallax.
@@ -111,13 +126,16 @@ def _source_key(condition: Condition) -> SourceKey:
             content.update(repr(tuple(video.shape)).encode())
             content.update(grey_frames(video[..., ::8, ::8], frame_numbers(video.shape[1])).tobytes())
             content.update(b"" if poses is None else poses.double().numpy().tobytes())
-    if condition.intrinsics is not None:
-        content.update(condition.intrinsics.double().numpy().tobytes())
+    for known in (condition.intrinsics, condition.source_depth):
+        content.update(b"" if known is None else known.double().numpy().tobytes())
     target = "" if condition.target_video is None else condition.target_camera
     return condition.scene, condition.source_camera, target, content.hexdigest()
 
 
-def _posed_frames(condition: Condition) -> tuple[PosedFrames, PosedFrames | None, NDArray[np.float64]]:
+def _facts(
+    condition: Condition,
+) -> tuple[PosedFrames, PosedFrames | None, NDArray[np.float64], NDArray[np.float64] | None]:
+    """Return what `find_source` asks for."""
     frames = frame_numbers(condition.size[0])
     assert condition.intrinsics is not None, "rows without intrinsics are left out"
 
@@ -127,7 +145,11 @@ def _posed_frames(condition: Condition) -> tuple[PosedFrames, PosedFrames | None
 
     target = None if condition.target_video is None else posed(condition.target_video, condition.target_poses)
     camera = camera_matrix(condition.intrinsics.double().tolist())
-    return posed(condition.need_source(), condition.source_poses), target, camera
+    depth = condition.source_depth
+    if depth is not None and len(depth) > 1:
+        depth = depth[frames]
+    known = None if depth is None else depth.double().numpy()
+    return posed(condition.need_source(), condition.source_poses), target, camera, known
 
 
 class PoseMeasurer:
@@ -143,7 +165,7 @@ class PoseMeasurer:
     def __init__(self, workers: int = 0, seconds: float = MOST_SECONDS) -> None:
         self.seconds = seconds
         self.pool = CallPool(workers)
-        self._sources: LruCache[SourceKey, Source] = LruCache(SOURCES_KEPT)
+        self._sources: LruCache[SourceKey, AnySource] = LruCache(SOURCES_KEPT)
         self._batches: LruCache[str, list[Outcome[PoseErrors]]] = LruCache(BATCHES_KEPT)
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> list[Outcome[PoseErrors]]:
@@ -160,9 +182,9 @@ class PoseMeasurer:
             return self._batches[batch]
         found = self._find(conditions, keys)
         sources = {row: outcome.value for row, outcome in enumerate(found) if outcome.value is not None}
-        jobs = [(pictures[row], frames, source.views, source.camera) for row, source in sources.items()]
+        jobs = [(pictures[row], frames, source, conditions[row].need_poses()) for row, source in sources.items()]
         # A time limit of its own: slow anchors must not use up that of the poses.
-        located = self.pool.run(locate_video, jobs, seconds=self.seconds, what="camera poses")
+        located = self.pool.run(locate_frames, jobs, seconds=self.seconds, what="camera poses")
         outcomes = [Outcome[PoseErrors](None, outcome.fault, outcome.lacking) for outcome in found]
         for (row, source), outcome in zip(sources.items(), located, strict=True):
             outcomes[row] = outcome.then(functools.partial(_errors, source, conditions[row], frames))
@@ -170,12 +192,12 @@ class PoseMeasurer:
             self._batches[batch] = outcomes
         return outcomes
 
-    def sources(self, conditions: Sequence[Condition]) -> list[Outcome[Source]]:
+    def sources(self, conditions: Sequence[Condition]) -> list[Outcome[AnySource]]:
         """Return each condition's anchors; the outcome of a source without usable anchors is `lacking`."""
         return self._find(conditions, [_source_key(condition) for condition in conditions])
 
-    def _find(self, conditions: Sequence[Condition], keys: Sequence[SourceKey]) -> list[Outcome[Source]]:
-        found: dict[SourceKey, Outcome[Source]] = {}
+    def _find(self, conditions: Sequence[Condition], keys: Sequence[SourceKey]) -> list[Outcome[AnySource]]:
+        found: dict[SourceKey, Outcome[AnySource]] = {}
         missing: dict[SourceKey, Condition] = {}
         for key, condition in zip(keys, conditions, strict=True):
             if condition.intrinsics is None:
@@ -184,12 +206,9 @@ class PoseMeasurer:
             elif key not in self._sources:
                 missing[key] = condition
         found |= {key: Outcome(self._sources[key]) for key in keys if key in self._sources}
-        for make, posed in ((make_source, True), (make_unposed_source, False)):
-            jobs = {
-                key: _posed_frames(each) for key, each in missing.items() if (each.source_poses is not None) == posed
-            }
-            made = self.pool.run(make, list(jobs.values()), seconds=self.seconds, what="anchors")
-            found |= dict(zip(jobs, made, strict=True))
+        jobs = [_facts(condition) for condition in missing.values()]
+        made = self.pool.run(find_source, jobs, seconds=self.seconds, what="anchors")
+        found |= dict(zip(missing, made, strict=True))
         for key, outcome in found.items():
             if (source := outcome.value) is not None:
                 self._sources[key] = source
@@ -199,7 +218,16 @@ class PoseMeasurer:
         return [found[key] for key in keys]
 
 
-def _errors(source: Source, condition: Condition, frames: Sequence[int], found: NDArray[np.float64]) -> PoseErrors:
+def locate_frames(
+    pictures: NDArray[np.uint8], frames: Sequence[int], source: AnySource, path: Tensor
+) -> NDArray[np.float64]:
+    """Return the poses (F, 4, 4) of a video's pictures (F, h, w), NaN where not located; `path` is the command."""
+    if isinstance(source, FixedSource):
+        return source.locate(pictures, path[list(frames)].double().numpy())
+    return locate_video(pictures, frames, source.views, source.camera)
+
+
+def _errors(source: AnySource, condition: Condition, frames: Sequence[int], found: NDArray[np.float64]) -> PoseErrors:
     path, visible = condition.need_poses(), torch.from_numpy(source.visible)
     errors = compare(path[list(frames)], torch.from_numpy(found), path, visible, frames)
     return dataclasses.replace(errors, metric=source.metric)
@@ -233,13 +261,20 @@ class PathReward:
         """Return the value, then measurements in their own units."""
         raise NotImplementedError
 
+    def lacking(self, errors: PoseErrors) -> str:
+        """Return why errors that were measured give no value, or ""."""
+        if self.needs_metres and not errors.metric:
+            return (
+                "the source has neither poses with parallax nor depth, so nothing tells the size of its scene in metres"
+            )
+        return ""
+
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
         """Score (B, 3, T, h, w) videos in [0, 1]; not valid where nothing could be measured."""
         outcomes = list(self.measurer(videos, conditions))
         for row, outcome in enumerate(outcomes):
-            if self.needs_metres and outcome.value is not None and not outcome.value.metric:
-                text = "the source came without poses, so nothing tells the size of its scene in metres"
-                outcomes[row] = Outcome(None, text, lacking=True)
+            if outcome.value is not None and (cause := self.lacking(outcome.value)):
+                outcomes[row] = Outcome(None, cause, lacking=True)
         return from_outcomes([outcome.then(self._row) for outcome in outcomes], self.measures)
 
     def _row(self, errors: PoseErrors) -> tuple[float, ...]:
@@ -276,3 +311,26 @@ class PoseTrans(PathReward):
     def read(self, errors: PoseErrors) -> tuple[float, float]:
         """Return the value and the mean distance in metres."""
         return translation_value(errors), float(errors.metres[errors.weights > 0].mean())
+
+
+class PoseDir(PathReward):
+    """Direction of the camera's path, where nothing tells how far it went.
+
+    value = -angle / 90 degrees, see `direction_error`: the path at half or twice the commanded speed scores the same.
+    `info`: `dir_deg`, the angle; `valid_frames` and `unregistered` as for `PoseRot`.
+    """
+
+    name = "pose_dir"
+    floor = 1.0 / 90.0  # a degree
+    measures = ("dir_deg", "valid_frames", "unregistered")
+    needs_metres = False
+
+    def lacking(self, errors: PoseErrors) -> str:
+        """Return why there is no direction, or ""."""
+        moves = errors.commanded[:, :3, 3].norm(dim=-1).max() >= LEAST_MOVE_M
+        return "" if moves else f"the command stays within {LEAST_MOVE_M} m, which is no direction"
+
+    def read(self, errors: PoseErrors) -> tuple[float, float]:
+        """Return the value and the angle in degrees."""
+        angle = direction_error(errors)
+        return -angle / 90.0, angle
