@@ -69,7 +69,7 @@ def place(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("damage")
     write_scene(folder / "val" / "f18_aperture10" / "scene1", captions="metadata.csv")
     make_tiny_folder(folder / "model")
-    a_run(folder)[0].save(folder / "saved", keep=1, world=World())
+    a_run(folder)[0].save(folder / "saved", keep=1, world=World()).wait()
     return folder
 
 
