@@ -66,11 +66,12 @@ VARIANTS = {
     "demo": Variant("the demo", recipe="tiny_recam"),
     "twin": Variant("RL as my_recam_8npu", recipe="my_recam_8npu_tiny", knobs=TWIN),
 }
+RANKS = 2  # that the recipes are written for
 PARSER = make_parser(__doc__)
 PARSER.add_argument("--only", nargs="+", default=list(VARIANTS), metavar="NAME", help=", ".join(VARIANTS))
 PARSER.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
 PARSER.add_argument("--out", type=Path, default=Path("outputs") / "learning_study", help="folder of the runs")
-PARSER.add_argument("--ranks", type=int, default=2)
+PARSER.add_argument("--ranks", type=int, default=RANKS, help="of a run; an epoch has as many samples on 1, 2 or 4")
 PARSER.add_argument("--report", action="store_true", help="train nothing, write tables and plot of the records")
 if __name__ == "__main__":
     PARSER.parse_args()  # now: what follows takes seconds to import
@@ -82,6 +83,7 @@ from flow_grpo.reporting.drawing.style import new_figure
 from flow_grpo.reporting.metric_files import read_rows
 from flow_grpo.run.starts import commit
 from flow_grpo.runtime.atomic_file import write_atomically
+from flow_grpo.settings.loading import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "learning"
@@ -194,8 +196,10 @@ class Study:
         fixed = {"eval.every": EVERY, "checkpoint.every": EVERY, "eval.signal_groups": 0, "log_videos_every": 0}
         fixed |= {"max_minutes": 0, "seed": self.seed, "run_name": run, "output_root": self.out, "trackers": ""}
         fixed |= {"resume": "auto"} | knobs
-        words = [f"--config.{knob}={value}" for knob, value in fixed.items()]
-        ended = self.launch("train_grpo.py", run, "--config", f"config/grpo.py:{recipe}", *words)
+        spec, words = f"config/grpo.py:{recipe}", [f"--config.{knob}={value}" for knob, value in fixed.items()]
+        batches = load_config(spec, words).sample.num_batches_per_epoch
+        words.append(f"--config.sample.num_batches_per_epoch={batches * RANKS // self.ranks}")
+        ended = self.launch("train_grpo.py", run, "--config", spec, *words)
         return self.out / run if ended else None
 
     def fine_tune(self, variant: Variant) -> bool:

@@ -86,6 +86,13 @@ def test_a_run_leaves_a_record_once_and_goes_on_from_its_checkpoint(places, comm
     assert study.main(words) == 0 and not commands
 
 
+def test_an_epoch_has_as_many_samples_on_one_rank(places, commands):
+    assert study.main(["--only", "rl", "twin", "--seeds", "3", "--ranks", "1", "--out", str(places / "out")]) == 0
+    rl, twin = commands
+    assert "--config.sample.num_batches_per_epoch=8" in rl
+    assert "--config.sample.num_batches_per_epoch=4" in twin
+
+
 def test_labels_come_first_and_count_and_the_constant_is_chosen_on_the_split_for_tuning(places, commands):
     assert study.main(["--only", "sft_rl", "constant", "--seeds", "1", "--out", str(places / "out")]) == 0
     labels, then, *rest = commands
