@@ -54,7 +54,9 @@ def draw(runs: list[Run], file: Path) -> None:
     figure = new_figure(figsize=(4.3 * len(runs), 9.5), dpi=90, layout="constrained")
     for column, title, run in zip(figure.subplots(3, len(runs)).T, RUNS, runs, strict=True):
         trained = "sharpness" if title == "hacked" else "room_trans"
-        for axes, name in zip(column, (f"reward/{trained}_mean", "eval/trans_err_m", "eval/equal_travel_residual"), strict=True):
+        for axes, name in zip(
+            column, (f"reward/{trained}_mean", "eval/trans_err_m", "eval/equal_travel_residual"), strict=True
+        ):
             panel = panel_of_metric([run.rows], name, lambda name: direction(name, ()))
             axes.set_title(f"{title}: {panel.title}" if axes is column[0] else panel.title)
             draw_panel(axes, panel)
