@@ -100,7 +100,8 @@ def context() -> multiprocessing.context.ForkServerContext:
     """Return a multiprocessing context with preloaded imports; its environment is that of the first call."""
     made = multiprocessing.get_context("forkserver")
     ours = sorted(module for module in sys.modules if module.startswith("flow_grpo"))
-    made.set_forkserver_preload([*ours, "torch._dynamo", "pytest"])  # the former is imported by DistributedDataParallel
+    lazily_imported = ["accelerate", "torch._dynamo"]  # the latter by DistributedDataParallel
+    made.set_forkserver_preload([*ours, *lazily_imported, "pytest"])
     environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with mock.patch.dict(os.environ, environment):  # before torch is imported there
         multiprocessing.forkserver.ensure_running()

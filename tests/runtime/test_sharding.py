@@ -1,15 +1,20 @@
 """DDP and FSDP2 train to the numbers of a single process."""
 
 import dataclasses
+import os
+import types
 
+import accelerate
 import pytest
 import torch
+from accelerate.utils import DistributedType
 
 from flow_grpo.models.adapters import Ema, apply_training_mode
 from flow_grpo.models.networks.transformers import stays_fp32
 from flow_grpo.models.wan_policy import WanPolicy
-from flow_grpo.runtime.ranks.process_group import World
+from flow_grpo.runtime.ranks.process_group import Group, World
 from flow_grpo.runtime.ranks.sharding import (
+    accelerator,
     averaging_gradients,
     is_sharded,
     local,
@@ -198,3 +203,44 @@ def gradients_between_passes(world: World) -> list[bool]:
 def test_under_fsdp2_gradients_are_sharded_between_micro_batches_too():
     for found in run_ranks(gradients_between_passes, 2):
         assert found and all(found)
+
+
+def accelerator_threads(world: World) -> int:
+    del os.environ["OMP_NUM_THREADS"]  # accelerate then divides the cores itself
+    torch.set_num_threads(3)
+    accelerator(CPU, world)
+    return torch.get_num_threads()
+
+
+def test_the_accelerator_keeps_the_number_of_threads() -> None:
+    assert run_ranks(accelerator_threads, 2, fresh=True) == [3, 3]
+
+
+def accelerator_that_disagrees(world: World) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        accelerator(CPU, World.of(Group(world.all.rank, 5, world.all.gloo)))
+    return str(caught.value)
+
+
+def test_an_accelerator_with_another_number_of_processes_is_refused() -> None:
+    assert "accelerate sees 3 processes where 5 were started" in run_ranks(accelerator_that_disagrees, 3)[0]
+
+
+def test_an_accelerator_on_another_kind_of_device_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(accelerate, "Accelerator", lambda: types.SimpleNamespace(num_processes=1, device=CPU))
+    with pytest.raises(RuntimeError, match=r"to cpu.*device is cuda:0; unset ACCELERATE_USE_CPU"):
+        accelerator(torch.device("cuda", 0), World())
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+def test_an_accelerate_configuration_that_shards_weights_is_refused(monkeypatch, kind) -> None:
+    class Sharding:
+        num_processes = 1
+        device = CPU
+        distributed_type = DistributedType(kind)
+
+        def __init__(self, **options: object) -> None: ...
+
+    monkeypatch.setattr(accelerate, "Accelerator", Sharding)
+    with pytest.raises(ValueError, match=f"configured for {kind}.*start with torchrun"):
+        accelerator(CPU, World())

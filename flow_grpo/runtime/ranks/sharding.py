@@ -1,6 +1,7 @@
 """DDP and FSDP2 wrappers behind one set of functions; callers need not know which is used.
 
-Both are torch's own, so every device runs the code that the tests run on CPU ranks.
+DDP comes from accelerate. FSDP2 is torch's `fully_shard`, because accelerate skips FSDP on CPU ranks: every device runs
+the code that the tests run.
 
 Under FSDP2 every parameter is a DTensor sharded along its first dimension and every forward pass is a collective, so
 all ranks must call the network equally often.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.process_group import World
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 def parallelize(module: nn.Module, kind: str, device: torch.device, world: World) -> nn.Module:
@@ -29,10 +35,9 @@ def parallelize(module: nn.Module, kind: str, device: torch.device, world: World
 
     FSDP2 shards each block whose class is named in `module._no_split_modules`.
     """
-    if world.all.size == 1:
-        return module.to(device)
-    if kind == "ddp":
-        return DistributedDataParallel(module.to(device), device_ids=None if device.type == "cpu" else [device])
+    if kind == "ddp" or world.all.size == 1:
+        prepared: nn.Module = accelerator(device, world).prepare_model(module)
+        return prepared
     mesh = init_device_mesh(device.type, (world.all.size,))
     blocks = getattr(module, "_no_split_modules", None) or ()
     # Without resharding, weights gathered in a rollout survive the optimizer's step, and the next forward pass computes
@@ -40,6 +45,38 @@ def parallelize(module: nn.Module, kind: str, device: torch.device, world: World
     for part in [part for part in module.modules() if type(part).__name__ in blocks] + [module]:
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
     return module
+
+
+def accelerator(device: torch.device, world: World) -> Accelerator:
+    """Make an Accelerator for DDP, without precision or gradient accumulation; call after `init_ranks`.
+
+    Raises:
+        RuntimeError: accelerate sees another number of processes, so gradients would not be synchronised, or another
+            kind of device, to which it would move the model.
+        ValueError: accelerate is configured to shard weights (FSDP, DeepSpeed). The optimizer, average and checkpoints
+            here hold full weights, which would silently become stale.
+    """
+    from accelerate import Accelerator
+
+    threads = torch.get_num_threads()
+    made = Accelerator(**device_api.accelerator_kwargs(device))
+    torch.set_num_threads(threads)  # on CPU ranks, accelerate changes the number if OMP_NUM_THREADS is not set
+    if made.num_processes != world.all.size:
+        raise RuntimeError(
+            f"accelerate sees {made.num_processes} processes where {world.all.size} were started on {device}; "
+            "gradients would not be synchronised"
+        )
+    if made.device.type != device.type:
+        raise RuntimeError(
+            f"accelerate would move the model to {made.device}, this rank's device is {device}; "
+            "unset ACCELERATE_USE_CPU and look at `accelerate env`"
+        )
+    if str(made.distributed_type.value).startswith(("FSDP", "DEEPSPEED", "MEGATRON", "TP")):
+        raise ValueError(
+            f"accelerate is configured for {made.distributed_type.value}, but sharding is not left to it here: start "
+            "with torchrun, and pass --config.train.sharding=fsdp2 to shard"
+        )
+    return made
 
 
 def is_sharded(module: nn.Module) -> bool:
