@@ -18,6 +18,19 @@ RowsType = TypeVar("RowsType", bound="Rows")
 WAN_FPS = 16.0  # frames per second of Wan2.1 (arXiv 2503.20314); of Wan2.2 TI2V-5B 24
 
 
+class Depth(NamedTuple):
+    """Distances along the optical axis in metres, of some frames of a video."""
+
+    maps: Tensor  # (n, h, w) fp32 of the (resized, cropped) video; (1, 1, 1) one number for all of the scene
+    frames: Tensor  # (n,) int64 the frame of each
+
+    def at(self, frames: Sequence[int]) -> Tensor:
+        """Return the maps (F, h, w) that are nearest to F frames; (1, h, w) where there is one for all."""
+        if len(self.maps) == 1:
+            return self.maps
+        return self.maps[(torch.tensor(frames)[:, None] - self.frames).abs().argmin(1)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Condition:
     """The inputs of one sample, and the ground truth where the data set has it.
@@ -34,8 +47,7 @@ class Condition:
         target_camera: name of the target camera; "" for none.
         source_poses: (T, 4, 4) like target_poses, or None when unknown.
         reference_pose: (4, 4) float64 absolute world pose of the reference camera in metres, or None.
-        source_depth: (T, h, w) or (1, h, w) fp32 metres along the optical axis of what the source shows, (1, 1, 1) one
-            number for all of the scene, or None.
+        source_depth: how far away is what the source shows, or None.
         intrinsics: (4,) fp32 fx, fy, cx, cy in pixels of the (resized, cropped) video, or None.
         target_video: (3, T, h, w) fp32 in [0, 1], the synchronised ground truth, or None.
         preset: name of the camera motion when known.
@@ -55,7 +67,7 @@ class Condition:
     target_camera: str = ""
     source_poses: Tensor | None = None
     reference_pose: Tensor | None = None
-    source_depth: Tensor | None = None
+    source_depth: Depth | None = None
     intrinsics: Tensor | None = None
     target_video: Tensor | None = None
     preset: str | None = None

@@ -1,7 +1,8 @@
-"""Reader of a scene's camera_extrinsics.json: camera poses, validated and in the OpenCV convention."""
+"""Reader and writer of a scene's camera_extrinsics.json: camera poses, validated and in the OpenCV convention."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from flow_grpo.maths.poses import check_poses, multicam_to_opencv
+from flow_grpo.maths.poses import check_poses, multicam_to_opencv, opencv_to_multicam
 from flow_grpo.runtime.json_files import read_json_object
 
 BAD_JSON = "export it again or remove the scene"  # what to do about an unreadable JSON file of a scene
@@ -68,6 +69,28 @@ def read_cameras(file: Path, cameras: Sequence[str], num_frames: int) -> Tensor:
             "export it again"
         )
     return rearrange(poses, "(camera frame) r c -> camera frame r c", camera=len(cameras))
+
+
+def write_cameras(place: Path, names: Sequence[str], poses: Tensor, motions: Sequence[str] = ()) -> None:
+    """Write `cameras/camera_extrinsics.json` below a folder, and `cameras/presets.json` where motions have names.
+
+    Args:
+        place: a scene's folder, or its folder of commands.
+        names: of the cameras.
+        poses: (cameras, T, 4, 4) as of `read_cameras`: OpenCV camera-to-world in metres, the world left-handed.
+        motions: of each, such as a preset's name.
+    """
+    (place / "cameras").mkdir(parents=True)
+    # As MultiCamVideo does: "[a b c d] [..] [..] [..] " with a trailing blank.
+    texts = [
+        ["".join("[" + " ".join(f"{value:.9g}" for value in row) + "] " for row in matrix) for matrix in path]
+        for path in opencv_to_multicam(poses).tolist()
+    ]
+    frames = zip(*texts, strict=True)
+    extrinsics = {f"frame{frame}": dict(zip(names, row, strict=True)) for frame, row in enumerate(frames)}
+    (place / "cameras" / "camera_extrinsics.json").write_text(json.dumps(extrinsics))
+    if motions:
+        (place / "cameras" / "presets.json").write_text(json.dumps(dict(zip(names, motions, strict=True))))
 
 
 def _parse_matrix(text: object, place: str) -> list[list[float]]:

@@ -8,7 +8,9 @@
     <root>/val/10basic_trajectories/{videos,cameras}                 a scene without lens folder has no intrinsics
 
 A scene with a folder `commands` asks for the camera paths in `commands/cameras`, and its own videos are sources only.
-They need no true view; `commands/videos/cam07.mp4` is the true view of cam07, for an evaluation.
+They need no true view; `commands/videos/cam07.mp4` is the true view of cam07, for an evaluation. Such a scene needs no
+camera file for its sources: their poses are unknown then, and a command is relative to its own first pose.
+`videos/cam01.depth.npz` holds what is known of a video's depths, see depth_files.py.
 A video's camera number comes from its file name; its poses are those under that name in camera_extrinsics.json.
 """
 
@@ -28,6 +30,7 @@ from torch import Tensor
 from flow_grpo.data.camera_files import BAD_JSON, camera_names, read_cameras
 from flow_grpo.data.captions import caption_of, tables
 from flow_grpo.data.dataset import ConditionDataset, file_id
+from flow_grpo.data.depth_files import depth_file, read_depth
 from flow_grpo.data.dynamic_batch import video_tokens
 from flow_grpo.data.exclude import Verdicts
 from flow_grpo.data.video_io import Size, VideoCache, fitted_size, nearest_bucket, video_size
@@ -126,9 +129,7 @@ class MultiCamDataset(ConditionDataset):
         """Build the condition at an index, see `condition`."""
         scene, target = self._items[index]
         source, size = self._source_camera(scene, target), self.size_of(index)
-        poses = torch.cat([read_cameras(scene.place(c) / CAMERAS_JSON, (c,), size[0]) for c in (source, target)])
-        reference_pose = poses[0 if self.reference == "source" else 1, 0]
-        source_poses, target_poses = relative(reference_pose, poses)
+        reference_pose, source_poses, target_poses = self._poses(scene, source, target, size[0])
         source_video, source_form = self._video(scene, source)
         target_video, form = None, source_form
         if target in scene.cameras or scene.video(target).is_file():
@@ -150,6 +151,7 @@ class MultiCamDataset(ConditionDataset):
             target_camera=target,
             source_poses=source_poses,
             reference_pose=reference_pose,
+            source_depth=read_depth(scene.video(source), *size[1:]),
             intrinsics=None if scene.focal_mm is None else fitted_intrinsics(scene.focal_mm, form[:2], *size[1:]),
             target_video=target_video,
             preset=_read_presets(scene.place(target)).get(target),
@@ -234,6 +236,17 @@ class MultiCamDataset(ConditionDataset):
                         "on; remove one of the two scenes"
                     )
 
+    def _poses(
+        self, scene: Scene, source: str, target: str, frames: int
+    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """Return the reference pose (4, 4) and poses (T, 4, 4) of source and target; None where not known."""
+        (asked,) = read_cameras(scene.place(target) / CAMERAS_JSON, (target,), frames)
+        if not (file := scene.folder / CAMERAS_JSON).is_file():
+            return None, None, relative(asked[0], asked)
+        (known,) = read_cameras(file, (source,), frames)
+        reference = known[0] if self.reference == "source" else asked[0]
+        return reference, *relative(reference, torch.stack([known, asked]))
+
     def _source_camera(self, scene: Scene, target: str) -> str:
         others = [camera for camera in scene.cameras if camera != target]
         return others[key("source camera", scene.name, target) % len(others)]
@@ -256,7 +269,7 @@ def contents_of(scenes: Sequence[Scene]) -> str:
         for place, cameras in places.items():
             videos = [Path("videos", f"{camera}.mp4") for camera in cameras]
             root = scene.folder.parents[scene.name.count("/")]
-            files = (place / part for part in (*videos, CAMERAS_JSON, PRESETS_JSON))
+            files = [place / part for part in (*videos, *map(depth_file, videos), CAMERAS_JSON, PRESETS_JSON)]
             for file in (*files, *tables(place / "videos", root)):
                 with contextlib.suppress(FileNotFoundError):  # asked once: file systems of a cluster answer slowly
                     sizes[file.relative_to(root).as_posix()] = file.stat().st_size
@@ -326,10 +339,11 @@ def _scene(root: Path, folder: Path) -> Scene:
             "complete or remove the scene"
         )
     file = folder / CAMERAS_JSON
-    if not file.is_file():
+    posed = file.is_file()
+    if not posed and not commands:
         raise ValueError(f"scene {folder} has no {CAMERAS_JSON.as_posix()}; complete or remove the scene")
     # A video of another name may be none of a camera. The thousands of files of the public data are not opened here.
-    if own := [camera for camera in cameras if PUBLIC_NAME.fullmatch(camera) is None]:
+    if posed and (own := [camera for camera in cameras if PUBLIC_NAME.fullmatch(camera) is None]):
         known = camera_names(file)
         if strays := [f"{camera}.mp4" for camera in own if camera not in known]:
             raise ValueError(

@@ -13,12 +13,13 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from flow_grpo.data.camera_files import write_cameras
 from flow_grpo.data.multicam import COMMANDS, SENSOR_MM
 from flow_grpo.data.rooms import (
     LABELLED,
@@ -31,7 +32,6 @@ from flow_grpo.data.rooms import (
     furnished_room,
 )
 from flow_grpo.maths.keys import generator
-from flow_grpo.maths.poses import opencv_to_multicam
 from flow_grpo.maths.room import Room, render_video, stack_rooms
 from flow_grpo.runtime.atomic_file import atomic_path
 from flow_grpo.runtime.json_files import read_json
@@ -193,9 +193,9 @@ def _write_scene(folder: Path, spec: WorldSpec, scene: TinyScene, *, views: bool
         writer.writerow(["file_name", "text"])
         for name, video in zip(films, _write_videos(folder, spec, scene, range(scene.films)), strict=True):
             writer.writerow([f"{name}.mp4", caption(video)])
-    _write_cameras(folder, films, scene.shots[: scene.films], scene.poses[: scene.films])
+    write_cameras(folder, films, scene.poses[: scene.films], scene.shots[: scene.films])
     if commands:
-        _write_cameras(folder / COMMANDS, commands, scene.shots[scene.films :], scene.poses[scene.films :])
+        write_cameras(folder / COMMANDS, commands, scene.poses[scene.films :], scene.shots[scene.films :])
     if commands and views:
         list(_write_videos(folder / COMMANDS, spec, scene, range(scene.films, len(names))))
     (folder / "room.json").write_text(json.dumps(scene.room.to_dict()))
@@ -207,19 +207,6 @@ def _write_videos(folder: Path, spec: WorldSpec, scene: TinyScene, cameras: rang
         (video,) = render_views(spec, [scene], [camera])
         write_video(folder / "videos" / f"cam{camera + 1:02d}.mp4", video, lossless=True)
         yield video
-
-
-def _write_cameras(folder: Path, names: Sequence[str], shots: Sequence[str], poses: Tensor) -> None:
-    (folder / "cameras").mkdir(parents=True)
-    # As MultiCamVideo does: "[a b c d] [..] [..] [..] " with a trailing blank.
-    texts = [
-        ["".join("[" + " ".join(f"{value:.9g}" for value in row) + "] " for row in matrix) for matrix in path]
-        for path in opencv_to_multicam(poses).tolist()
-    ]
-    frames = zip(*texts, strict=True)
-    extrinsics = {f"frame{frame}": dict(zip(names, row, strict=True)) for frame, row in enumerate(frames)}
-    (folder / "cameras" / "camera_extrinsics.json").write_text(json.dumps(extrinsics))
-    (folder / "cameras" / "presets.json").write_text(json.dumps(dict(zip(names, shots, strict=True))))
 
 
 def ensure_tiny_world(root: str | Path, name: str) -> None:

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -431,3 +432,67 @@ def test_the_page_s_conversion_of_opencv_poses_is_read_back_as_they_were(tmp_pat
     found = read_cameras(tmp_path / "cameras" / "camera_extrinsics.json", ["left", "right"], 3)
     for poses_read, written in zip(found, (poses, still), strict=True):
         torch.testing.assert_close(relative(found[1][0], poses_read), relative(still[0], written), rtol=0, atol=1e-8)
+
+
+@pytest.fixture
+def clip_scene(root):
+    """A scene of one clip without poses, with two commands."""
+    scene = root / "clips" / "f18_aperture10" / "street"
+    (scene / "videos").mkdir(parents=True)
+    write_video(scene / "videos" / "walk.mp4", clip(0), lossless=True)
+    (scene / "commands" / "cameras").mkdir(parents=True)
+    (scene / "commands" / "cameras" / "camera_extrinsics.json").write_text(json.dumps(extrinsics()))
+    return scene
+
+
+def test_a_clip_without_poses_is_filmed_along_commands_that_begin_where_it_does(root, clip_scene):
+    data = open_split(root, "clips")
+    condition = data.condition(2)
+    assert (condition.source_camera, condition.target_camera, len(data)) == ("walk", "cam10", 3)
+    assert condition.source_poses is None and condition.reference_pose is None and condition.target_video is None
+    asked = read_cameras(clip_scene / "commands" / "cameras" / "camera_extrinsics.json", ("cam10",), FRAMES)[0]
+    assert torch.equal(condition.target_poses, relative(asked[0], asked))
+    assert condition.source_depth is None
+
+
+def test_depths_beside_a_video_are_cropped_as_it_is_and_the_nearest_frame_counts(root, clip_scene):
+    maps = np.stack([np.full((32, 64), metres) for metres in (2.0, 4.0)])
+    maps[:, :, :8] = 9  # cropped: 32x64 has a wider shape than 16x24
+    maps[1, 16:, 32:] = np.nan  # unknown
+    file = clip_scene / "videos" / "walk.depth.npz"
+    before = open_split(root, "clips").contents()
+    np.savez(file, depth=maps, frames=[0, 4])
+    data = open_split(root, "clips")
+    depth = data.condition(0).source_depth
+    assert data.contents() != before
+    assert depth.maps.shape == (2, 16, 24)
+    assert (depth.maps[0] == 2).all() and (depth.maps[1] == 4).all()
+    assert depth.at([0, 1, 3, 4])[:, 0, 0].tolist() == [2, 2, 4, 4]
+    np.savez(file, depth=np.full((1, 1, 1), 3.5))
+    assert data.condition(0).source_depth.at([0, 1]).tolist() == [[[3.5]]]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "text"),
+    [
+        (b"no archive", "cannot be read"),
+        ({"distance": np.ones((1, 2, 2))}, "cannot be read ('depth is not a file in the archive')"),
+        ({"depth": np.ones((2, 2))}, "depth has shape (2, 2) and frames (1,), must be (n, h, w) and (n,)"),
+        ({"depth": np.ones((2, 2, 2))}, "depth has shape (2, 2, 2) and frames (1,)"),
+        ({"depth": np.zeros((1, 2, 2))}, "a map has no number above 0, must be metres"),
+    ],
+)
+def test_other_depth_files_are_refused_in_one_line(root, clip_scene, arrays, text):
+    file = clip_scene / "videos" / "walk.depth.npz"
+    if isinstance(arrays, bytes):
+        file.write_bytes(arrays)
+    else:
+        np.savez(file, **arrays)
+    said = refusal(lambda: open_split(root, "clips").condition(0))
+    assert str(file) in said and text in said and said.endswith("make it again or remove it")
+
+
+def test_a_clip_without_poses_needs_commands(root, clip_scene):
+    shutil.rmtree(clip_scene / "commands")
+    write_video(clip_scene / "videos" / "other.mp4", clip(1), lossless=True)
+    assert "has no cameras/camera_extrinsics.json" in refusal(lambda: open_split(root, "clips"))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.maths.poses import PRESETS, preset_path, trans_err
-from flow_grpo.records import Condition
+from flow_grpo.records import Condition, Depth
 from flow_grpo.rewards.camera import pose as camera_pose
 from flow_grpo.rewards.camera.pose import (
     PoseDir,
@@ -178,7 +178,9 @@ def test_a_turning_source_without_a_true_view_is_scored_by_its_own_frames(posed)
     assert turn.info["rot_deg"].tolist() == pytest.approx([0, 7.5, 30, 15], abs=0.5)
     assert where.info["dir_deg"].tolist() == pytest.approx([0, 0, 90, 90], abs=5)  # arcs begin sideways
     assert not away.valid.any() and not away.faults.any() and "depth" in away.causes[0]
-    known = dataclasses.replace(alone, source_depth=torch.from_numpy(depths(poses, SMALL)).float())
+    known = dataclasses.replace(
+        alone, source_depth=Depth(torch.from_numpy(depths(poses, SMALL)).float(), torch.arange(FRAMES))
+    )
     metres = PoseTrans(PoseMeasurer())(videos, [known] * 4).info["trans_m"]
     wanted = [
         *(slowed("arc_right", FRAMES, speed) for speed in (1, 0.5)),

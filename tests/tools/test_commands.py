@@ -19,7 +19,7 @@ FOR_USERS = [
     *("benchmark", "check_dataset", "check_sources", "convert_recammaster", "convert_redirector", "device_report"),
     *("doctor", "evaluate"),
     *("export_adapter", "finetune_recam", "generate", "learning_study", "make_dashboard", "make_tiny_world"),
-    *("measure_signal", "plan", "precompute", "random_model", "report", "reward_server", "watch"),
+    *("measure_signal", "plan", "precompute", "prepare_clips", "random_model", "report", "reward_server", "watch"),
 ]
 WITH_KNOBS = ["check_sources", "doctor", "evaluate", "finetune_recam", "measure_signal", "plan", "precompute", "report"]
 PROGRAM_OF_ANOTHER = "dev/soak_rank"  # torchrun starts it for tools/dev/soak.py

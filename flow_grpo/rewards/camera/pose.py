@@ -126,7 +126,8 @@ def _source_key(condition: Condition) -> SourceKey:
             content.update(repr(tuple(video.shape)).encode())
             content.update(grey_frames(video[..., ::8, ::8], frame_numbers(video.shape[1])).tobytes())
             content.update(b"" if poses is None else poses.double().numpy().tobytes())
-    for known in (condition.intrinsics, condition.source_depth):
+    depth = condition.source_depth
+    for known in (condition.intrinsics, *(depth or ())):
         content.update(b"" if known is None else known.double().numpy().tobytes())
     target = "" if condition.target_video is None else condition.target_camera
     return condition.scene, condition.source_camera, target, content.hexdigest()
@@ -146,9 +147,7 @@ def _facts(
     target = None if condition.target_video is None else posed(condition.target_video, condition.target_poses)
     camera = camera_matrix(condition.intrinsics.double().tolist())
     depth = condition.source_depth
-    if depth is not None and len(depth) > 1:
-        depth = depth[frames]
-    known = None if depth is None else depth.double().numpy()
+    known = None if depth is None else depth.at(frames).double().numpy()
     return posed(condition.need_source(), condition.source_poses), target, camera, known
 
 

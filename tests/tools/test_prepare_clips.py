@@ -1,0 +1,72 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from flow_grpo.data.multicam import MultiCamDataset
+from flow_grpo.maths.poses import preset_path
+from flow_grpo.runtime.video_file import write_video
+from tests.data.cases import clip
+from tests.textured_room import slowed
+from tools import prepare_clips
+
+FRAMES = 5
+CAMERAS = ["pan_right", "arc_left:0.5"]
+
+
+@pytest.fixture
+def clips(tmp_path):
+    folder = tmp_path / "clips"
+    folder.mkdir()
+    for number, name in enumerate(("beach", "street", "tower", "yard")):
+        write_video(folder / f"{name}.mp4", clip(number), lossless=True)
+    return folder
+
+
+def prepare(clips, *words):
+    where = [str(clips), "--out", str(clips.parent / "data"), "--frames", str(FRAMES)]
+    return prepare_clips.main([*where, "--camera", *CAMERAS, *words])
+
+
+def items(clips, split="train"):
+    data = MultiCamDataset(clips.parent / "data", split, (FRAMES, 16, 24), prompt="a clip")
+    return [data.condition(index) for index in range(len(data))]
+
+
+def test_every_clip_is_filmed_along_every_path_and_a_share_is_held_out(clips, capsys):
+    assert prepare(clips, "--focal-px", "20", "--depth", "4", "--val", "0.25") == 0
+    assert "4 clips along 2 camera paths, 1 of them held out" in capsys.readouterr().out
+    trained, held_out = items(clips), items(clips, "val")
+    assert len(trained) == 6 and len(held_out) == 2
+    assert len({condition.source_camera for condition in trained + held_out}) == 4
+    paths = [preset_path("pan_right", FRAMES), slowed("arc_left", FRAMES, 0.5)]
+    for condition, preset, path in zip(trained, CAMERAS * 3, paths * 3, strict=True):
+        assert condition.preset == preset and condition.source_poses is None and condition.target_video is None
+        assert torch.allclose(condition.target_poses, path.double(), atol=1e-6)
+        assert condition.intrinsics.tolist() == pytest.approx([20, 20, 12, 8], abs=1e-3)
+        assert condition.source_depth.maps.tolist() == [[[4.0]]]
+
+
+def test_what_stands_beside_a_clip_is_used(clips):
+    path = preset_path("pan_left", FRAMES).double()
+    (clips / "street.json").write_text(json.dumps({"poses": path.tolist()}))
+    np.savez(clips / "street.depth.npz", depth=np.full((1, 16, 24), 3.0))
+    assert prepare(clips, "--val", "0") == 0
+    by_name = {condition.source_camera: condition for condition in items(clips)}
+    assert torch.allclose(by_name["street"].source_poses, path, atol=1e-6)
+    assert (by_name["street"].source_depth.maps == 3).all() and by_name["yard"].source_depth is None
+    assert by_name["yard"].intrinsics is None
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--frames", "9"], "has 5 frames, needs 9; remove it or lower --frames"),
+        (["--val", "1"], "--val is 1, must be a share from 0 to below 1"),
+        (["--camera", "roll"], "'roll', must be among"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_written(clips, capsys, words, text):
+    assert prepare(clips, *words) == 2
+    assert text in capsys.readouterr().err and not (clips.parent / "data").exists()

@@ -1,0 +1,92 @@
+r"""Lay a folder of videos out as data to train on: every clip along the same camera paths, without true views.
+
+    python tools/prepare_clips.py clips --camera arc_left pan_right:0.5 zoom_in --focal-px 840 --out data/clips
+    python tools/check_sources.py --config config/grpo.py:my_recam_8npu --config.data.root=data/clips --out usable.json
+
+Of the clips a share (--val) is held out, by a hash of their names. Clips are linked, not copied. What is known of a
+clip may stand beside it: CLIP.json with the poses of its camera (docs/camera_paths.md) and CLIP.depth.npz with its
+depths (docs/your_videos.md); --depth gives one number of metres for all that have no file.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
+
+from tools.common import fail, make_parser
+
+PARSER = make_parser(__doc__)
+PARSER.add_argument("clips", type=Path, help="folder of videos")
+PARSER.add_argument("--camera", nargs="+", required=True, metavar="PATH", help="presets, or .json files of poses")
+PARSER.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+PARSER.add_argument("--focal-px", type=float, help="focal length of all clips in pixels of their files; else unknown")
+PARSER.add_argument("--depth", type=float, help="metres to what the clips show, roughly")
+PARSER.add_argument("--frames", type=int, default=81, help="that will be trained on, 4n+1 (default: 81)")
+PARSER.add_argument("--val", type=float, default=0.2, metavar="SHARE", help="of the clips (default: 0.2)")
+if __name__ == "__main__":
+    PARSER.parse_args()  # now: what follows takes seconds to import
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flow_grpo.data.camera_files import write_cameras
+from flow_grpo.data.depth_files import depth_file
+from flow_grpo.data.multicam import COMMANDS, SENSOR_MM
+from flow_grpo.data.trajectories import camera_path, find_videos, read_source_path
+from flow_grpo.data.video_io import frame_rate, video_size
+from flow_grpo.maths.keys import key
+from flow_grpo.maths.poses import multicam_to_opencv
+
+
+def main(words: list[str] | None = None) -> int:
+    args = PARSER.parse_args(words)
+    try:
+        clips = find_videos(args.clips)
+        if args.out.exists():
+            raise ValueError(f"--out {args.out} exists; choose another")
+        if not 0 <= args.val < 1:
+            raise ValueError(f"--val is {args.val:g}, must be a share from 0 to below 1")
+        sizes = {clip: video_size(clip) for clip in clips}
+        for clip, (frames, _, _) in sizes.items():
+            if frames < args.frames:
+                raise ValueError(f"{clip} has {frames} frames, needs {args.frames}; remove it or lower --frames")
+        paths = {
+            clip: torch.stack([camera_path(path, args.frames, frame_rate(clip)) for path in args.camera])
+            for clip in clips
+        }
+        order = sorted(clips, key=lambda clip: key("held-out clip", clip.name))
+        held_out = order[: round(args.val * len(clips))]
+        for clip in clips:
+            lens = "" if args.focal_px is None else f"f{args.focal_px * SENSOR_MM / sizes[clip][2]:.6g}_aperture1"
+            scene = args.out / ("val" if clip in held_out else "train") / lens / clip.stem
+            write_scene(scene, clip, paths[clip], args.camera, args.depth)
+    except (ValueError, OSError) as error:
+        return fail(error)
+    print(f"{len(clips)} clips along {len(args.camera)} camera paths, {len(held_out)} of them held out: {args.out}")
+    if args.focal_px is None:
+        print("their focal length is unknown, so no reward can measure their cameras: pass --focal-px")
+    return 0
+
+
+def write_scene(scene: Path, clip: Path, paths: Tensor, labels: list[str], metres: float | None) -> None:
+    """Write a scene's folder: the clip and what stands beside it, and the commands (paths, T, 4, 4)."""
+    (scene / "videos").mkdir(parents=True)
+    video = scene / "videos" / f"{clip.stem}.mp4"
+    video.symlink_to(clip.absolute())
+    names = [f"path{number:02d}" for number in range(1, 1 + len(labels))]
+    motions = [Path(label).stem if label.endswith(".json") else label for label in labels]
+    world = multicam_to_opencv(torch.eye(4))  # the files' is left-handed
+    write_cameras(scene / COMMANDS, names, world @ paths, motions)
+    if (poses := clip.with_suffix(".json")).is_file():
+        write_cameras(scene, [clip.stem], world @ read_source_path(poses, paths.shape[1])[None])
+    if (known := depth_file(clip)).is_file():
+        depth_file(video).symlink_to(known.absolute())
+    elif metres is not None:
+        np.savez(depth_file(video), depth=np.full((1, 1, 1), metres))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
