@@ -57,6 +57,7 @@ from rich.table import Table
 
 from flow_grpo.data import captions, multicam
 from flow_grpo.data.camera_files import BAD_JSON, read_cameras
+from flow_grpo.data.depth_files import depth_file, read_depth
 from flow_grpo.data.video_io import frame_rate, read_video, video_size
 from flow_grpo.maths.poses import rotation_angle_deg
 from flow_grpo.runtime.json_files import read_json_object
@@ -109,10 +110,16 @@ def check_scene(args: argparse.Namespace, folder: Path) -> SceneReport:
     commands = folder / multicam.COMMANDS  # paths that are asked for, of which a video need not exist
     shown = sorted(commands.joinpath("videos").glob("[!.]*.mp4"))
     frames = _check_videos(args, [*videos, *shown], report)
-    if (folder / "videos").is_dir() or (folder / "cameras").is_dir():
+    needed = not commands.is_dir() and ((folder / "videos").is_dir() or (folder / "cameras").is_dir())
+    if needed or (folder / multicam.CAMERAS_JSON).is_file():
         _check_cameras(args, folder, [video.stem for video in videos], frames, report)
     if commands.is_dir():
         _check_cameras(args, commands, None, frames, report)
+    for video in videos:
+        try:
+            read_depth(video, 8, 8)
+        except ValueError as error:
+            report.problems.append((depth_file(video).relative_to(args.root).as_posix(), str(error)))
     _check_captions(args.root, folder, videos, report)
     for file in (folder / multicam.PRESETS_JSON, commands / multicam.PRESETS_JSON):
         if file.is_file():

@@ -176,6 +176,18 @@ def test_commands_are_checked_like_the_cameras_and_need_no_video(root):
     }
 
 
+def test_a_clip_with_commands_needs_no_poses_and_its_depths_are_read(root):
+    scene = root / SCENE
+    (scene / "commands").mkdir()
+    (scene / "cameras").rename(scene / "commands" / "cameras")
+    for file in scene.rglob("commands/**/*.json"):
+        file.write_text(file.read_text().replace('"cam', '"path'))
+    assert report(root, code=0)["problems"] == []
+    (scene / "videos" / "cam01.depth.npz").write_bytes(b"no archive")
+    (text,) = problems(root)[f"{SCENE}/videos/cam01.depth.npz"]
+    assert "cannot be read" in text and str(root) not in text
+
+
 def test_videos_without_poses_poses_without_videos_and_a_stray_video_are_named(root):
     videos = root / SCENE / "videos"
     shutil.copy(next(videos.glob("*.mp4")), videos / "preview.mp4")
