@@ -53,8 +53,7 @@ def my_recam_8npu() -> ConfigDict:
     config.sample.tail_steps = 5
     config.sample.same_initial_noise = True
     config.sample.share_prefix = True
-    # Training without guidance makes half the calls: --config.sample.guidance_scale=5.0 trains with it.
-    config.sample.guidance_scale = 1.0
+    config.sample.guidance_scale = 1.0  # half the calls; --config.sample.guidance_scale=5.0 trains with guidance
     # As inference_recammaster.py (cfg_scale 5.0): without, the base model would be measured below what it can do.
     config.eval.guidance_scale = 5.0
     config.eval.negative_prompt = WAN_NEGATIVE_PROMPT
@@ -65,8 +64,7 @@ def my_recam_8npu() -> ConfigDict:
     config.model.lora_rank = 64  # 23.6 M weights on self-attention, 0.6 M in cam_encoder
     config.model.lora_alpha = 64
     config.model.lora_full_modules = ("cam_encoder",)
-    # Steps of less noise, which are never trained, sharpen the picture: the weights before training take the last 5.
-    config.model.boundary_ratio = 0.7
+    config.model.boundary_ratio = 0.7  # the weights before training take the last 5 steps, which sharpen the picture
     config.train.batch_size = 1  # a group, of the 8 one on each device: its copies are trained on in one call
     config.train.learning_rate = 5e-4  # its twin on the tiny model learns at this rate: docs/learning.md
     config.train.ema_decay = 0.95  # evaluated and exported are weights averaged over about 20 updates

@@ -118,6 +118,7 @@ _REWARD = (
 # What the rewards of flow_grpo/rewards measure beside their value.
 MEASURES = (
     Metric("<where>/<reward>_rot_deg", "camera's rotation error, mean over frames, a lost one at the cap", "degrees"),
+    Metric("<where>/<reward>_dir_deg", "angle between found and commanded path, whatever their lengths", "degrees"),
     Metric("<where>/<reward>_trans_m", "distance from the commanded camera, mean over frames, capped", "m"),
     Metric("<where>/<reward>_rot_err_deg", "camera's rotation error, mean over all frames", "degrees"),
     Metric("<where>/<reward>_trans_err_m", "distance from the commanded camera, mean over all frames", "m"),

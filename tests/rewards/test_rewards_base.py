@@ -177,7 +177,9 @@ def test_every_reward_answers_as_it_declares(tmp_path):
     for reward in chosen.rewards:
         said = results[reward.name]
         # This film's walls have no features: tests/rewards/test_tricks.py shows a room that has some.
-        assert said.valid.all() != (reward.name in ("pose_rot", "pose_trans", "smooth", "view_disp")), said.causes
+        assert said.valid.all() != (reward.name in ("pose_rot", "pose_trans", "pose_dir", "smooth", "view_disp")), (
+            said.causes
+        )
         assert said.values.dtype == torch.float32
         assert set(said.info) == set(reward.measures)
         assert reward.floor > 0

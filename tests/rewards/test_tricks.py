@@ -18,8 +18,9 @@ from flow_grpo.rewards.target_view import TargetPsnr, TargetView
 from tests.tricks import COMMANDS, EXACT, HARMLESS, stage
 
 SIZE, FRAMES = (120, 208), 5
-# Of a known room, which no real video has; or a measure to judge by, of which a copy of the source is best.
-NEEDS_MORE = {"room_pose", "room_tracks", "room_rot", "room_trans", "room_content", "source_texture"}
+# Of a known room, which no real video has; a measure to judge by, of which a copy of the source is best; no value for a
+# pan.
+NEEDS_MORE = {"room_pose", "room_tracks", "room_rot", "room_trans", "room_content", "source_texture", "pose_dir"}
 # Tricks that each reward must notice.
 NOTICES = {
     "pose_rot": ("static first frame", "copied source", "reversed", "0.5 of the speed", "1.5 of the speed", "mirrored"),

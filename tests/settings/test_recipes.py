@@ -45,7 +45,7 @@ def test_my_recam_8npu_has_the_sizes_and_starting_values_that_it_documents() -> 
     assert (model.trained, model.lora_rank, model.lora_full_modules) == ("lora", 64, ("cam_encoder",))
     assert re.fullmatch(model.lora_targets, "blocks.29.attn1.to_out.0")
     assert not re.fullmatch(model.lora_targets, "blocks.29.attn2.to_q")
-    assert (train.learning_rate, train.clip_range, train.kl_coef, train.updates_per_epoch) == (3e-4, 1e-3, 0.0, 1)
+    assert (train.learning_rate, train.clip_range, train.kl_coef, train.updates_per_epoch) == (5e-4, 1e-3, 0.0, 1)
     seen, companions = ("pose_rot", "pose_trans", "view_disp"), ("source_match", "motion_mag", "exposure")
     assert config.reward.weights == dict.fromkeys(seen, 1.0) | dict.fromkeys(companions, 0.3)
 
