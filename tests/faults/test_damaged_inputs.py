@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save
 
 from flow_grpo.data.camera_files import read_cameras
 from flow_grpo.data.dataset import file_id
+from flow_grpo.data.depth_files import read_depth
 from flow_grpo.data.exclude import read_verdicts, write_verdicts
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.prompts import read_prompts
@@ -99,6 +101,20 @@ def cameras(place: Path) -> Attempt:
         poses = read_cameras(file, ("cam01", "cam10"), FRAMES)
         assert poses.shape == (2, FRAMES, 4, 4)
         check_poses(poses)
+
+    return attempt
+
+
+def depths(place: Path) -> Attempt:
+    file = place / "clip.depth.npz"
+    np.savez(file, depth=np.random.default_rng(0).uniform(1, 5, (3, 8, 12)), frames=[0, 2, 4])
+    content = file.read_bytes()
+
+    def attempt(draw: random.Random) -> None:
+        file.write_bytes(damaged_bytes(content, draw))
+        found = read_depth(place / "clip.mp4", 16, 24)
+        assert found is not None and found.maps.shape == (len(found.frames), 16, 24)
+        assert found.maps.isfinite().all() and (found.maps > 0).all()
 
     return attempt
 
@@ -411,6 +427,7 @@ def recipe(place: Path) -> Attempt:
 # A class of input -> how an attempt is made, and of how many cases the suite tries.
 KINDS = {
     "camera file": (cameras, 60),
+    "depth file": (depths, 30),
     "captions and presets": (scene, 20),
     "video": (video, 30),
     "how a video is shown": (how_it_is_shown, 30),
