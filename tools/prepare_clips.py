@@ -10,7 +10,10 @@ depths (docs/your_videos.md); --depth gives one number of metres for all that ha
 
 from __future__ import annotations
 
+import argparse
+import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
@@ -36,39 +39,51 @@ from flow_grpo.data.camera_files import write_cameras
 from flow_grpo.data.depth_files import depth_file
 from flow_grpo.data.multicam import COMMANDS, SENSOR_MM
 from flow_grpo.data.trajectories import camera_path, find_videos, read_source_path
-from flow_grpo.data.video_io import frame_rate, video_size
+from flow_grpo.data.video_io import Size, frame_rate, video_size
 from flow_grpo.maths.keys import key
 from flow_grpo.maths.poses import multicam_to_opencv
+from flow_grpo.runtime.atomic_file import atomic_path
 
 
 def main(words: list[str] | None = None) -> int:
     args = PARSER.parse_args(words)
     try:
         clips = find_videos(args.clips)
-        if args.out.exists():
-            raise ValueError(f"--out {args.out} exists; choose another")
-        if not 0 <= args.val < 1:
-            raise ValueError(f"--val is {args.val:g}, must be a share from 0 to below 1")
         sizes = {clip: video_size(clip) for clip in clips}
-        for clip, (frames, _, _) in sizes.items():
-            if frames < args.frames:
-                raise ValueError(f"{clip} has {frames} frames, needs {args.frames}; remove it or lower --frames")
+        check(args, sizes)
         paths = {
             clip: torch.stack([camera_path(path, args.frames, frame_rate(clip)) for path in args.camera])
             for clip in clips
         }
         order = sorted(clips, key=lambda clip: key("held-out clip", clip.name))
         held_out = order[: round(args.val * len(clips))]
-        for clip in clips:
-            lens = "" if args.focal_px is None else f"f{args.focal_px * SENSOR_MM / sizes[clip][2]:.6g}_aperture1"
-            scene = args.out / ("val" if clip in held_out else "train") / lens / clip.stem
-            write_scene(scene, clip, paths[clip], args.camera, args.depth)
+        with atomic_path(args.out) as partial:
+            for clip in clips:
+                lens = "" if args.focal_px is None else f"f{args.focal_px * SENSOR_MM / sizes[clip][2]:.6g}_aperture1"
+                scene = partial / ("val" if clip in held_out else "train") / lens / clip.stem
+                write_scene(scene, clip, paths[clip], args.camera, args.depth)
     except (ValueError, OSError) as error:
         return fail(error)
     print(f"{len(clips)} clips along {len(args.camera)} camera paths, {len(held_out)} of them held out: {args.out}")
     if args.focal_px is None:
         print("their focal length is unknown, so no reward can measure their cameras: pass --focal-px")
     return 0
+
+
+def check(args: argparse.Namespace, sizes: Mapping[Path, Size]) -> None:
+    """Raise ValueError for options and clips that cannot work."""
+    if args.out.exists():
+        raise ValueError(f"--out {args.out} exists; choose another")
+    if not 0 <= args.val < 1:
+        raise ValueError(f"--val is {args.val:g}, must be a share from 0 to below 1")
+    for option, value in (("--focal-px", args.focal_px), ("--depth", args.depth)):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{option} is {value:g}, must be above 0; leave it out where it is not known")
+    if len(names := {clip.stem for clip in sizes}) < len(sizes):
+        raise ValueError(f"{len(sizes)} clips have {len(names)} names without endings; give each its own")
+    for clip, (frames, _, _) in sizes.items():
+        if frames < args.frames:
+            raise ValueError(f"{clip} has {frames} frames, needs {args.frames}; remove it or lower --frames")
 
 
 def write_scene(scene: Path, clip: Path, paths: Tensor, labels: list[str], metres: float | None) -> None:

@@ -65,8 +65,15 @@ def test_what_stands_beside_a_clip_is_used(clips):
         (["--frames", "9"], "has 5 frames, needs 9; remove it or lower --frames"),
         (["--val", "1"], "--val is 1, must be a share from 0 to below 1"),
         (["--camera", "roll"], "'roll', must be among"),
+        (["--depth", "0"], "--depth is 0, must be above 0"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_is_written(clips, capsys, words, text):
+def test_what_cannot_work_is_refused_and_nothing_is_left(clips, capsys, words, text):
     assert prepare(clips, *words) == 2
     assert text in capsys.readouterr().err and not (clips.parent / "data").exists()
+
+
+def test_a_file_beside_a_clip_that_cannot_be_read_leaves_nothing(clips, capsys):
+    (clips / "yard.json").write_text("{")
+    assert prepare(clips) == 2
+    assert "yard.json" in capsys.readouterr().err and [*clips.parent.iterdir()] == [clips]
