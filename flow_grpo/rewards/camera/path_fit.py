@@ -178,10 +178,8 @@ class _Fit:
         np.add.at(shared, (rows, frames), np.einsum("n,nki,nk->ni", weight, by_pose, by_depth))
 
         flat, tied = normal.reshape(6 * count, -1), shared.reshape(many, -1)
-        flat = flat + np.eye(len(flat)) * (
-            1e-6 * np.trace(flat) / len(flat)
-        )  # frames without matches have no curvature
-        reduced = flat - tied.T @ (tied / curve[:, None])
+        ridge = 1e-6 * np.trace(flat) / len(flat)  # without matches a frame has no curvature
+        reduced = flat + ridge * np.eye(len(flat)) - tied.T @ (tied / curve[:, None])
         moved = -np.linalg.solve(reduced, slope.ravel() - tied.T @ (pull / curve))
         self.stretch = np.clip(self.stretch - (pull + tied @ moved) / curve, -MOST_STRETCH, MOST_STRETCH)
         turns, moves = np.split(moved.reshape(count, 6), 2, axis=1)
