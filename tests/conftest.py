@@ -1,6 +1,5 @@
 """Plain `pytest` needs no network, no account and no accelerator: this file sees to it."""
 
-import importlib.util
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -21,15 +20,6 @@ import hypothesis
 import pytest
 
 import flow_grpo.models  # noqa: F401 - before diffusers, which otherwise imports any installed torch_npu unguarded
-
-# Has no wheel for Linux on aarch64, where nothing but the evaluation is missing.
-if importlib.util.find_spec("pycolmap") is None:
-    collect_ignore = [
-        "rewards/test_structure_from_motion.py",
-        "tools/test_tools_evaluate.py",
-        "tools/test_evaluation_videos.py",
-        "rewards/test_unposed.py",
-    ]
 
 # The same examples in every run: a suite that is green today is green tomorrow.
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None)

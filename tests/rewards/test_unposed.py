@@ -2,18 +2,14 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 
 from flow_grpo.records import Condition
 from flow_grpo.rewards.camera import structure_from_motion
-from flow_grpo.rewards.camera.anchors import PosedFrames
-from flow_grpo.rewards.camera.pnp import camera_matrix
 from flow_grpo.rewards.camera.pose import PoseMeasurer, PoseRot, PoseTrans
 from flow_grpo.rewards.camera.smooth import Smooth
-from flow_grpo.rewards.camera.unposed import make_unposed_source
-from tests.textured_room import condition, film, grey, intrinsics, source_path
+from tests.textured_room import condition, film, source_path
 
 SIZE, FRAMES = (160, 288), 5
 MEASURER = PoseMeasurer()  # one for the file: all conditions have one source
@@ -58,11 +54,3 @@ def test_a_source_that_shows_nothing_says_what_was_tried():
     result = PoseRot(PoseMeasurer())(film("arc_right", SIZE, FRAMES)[None], [blank])
     assert not result.valid.any() and not result.faults.any()
     assert "came without poses" in result.causes[0] and "0 features" in result.causes[0]
-
-
-def test_without_pycolmap_it_says_so(monkeypatch):
-    monkeypatch.setattr(structure_from_motion, "pycolmap", None)
-    unknown = np.full((FRAMES, 4, 4), np.nan)
-    pictures = PosedFrames(grey(film("source", SIZE, FRAMES)), unknown, tuple(range(FRAMES)))
-    made = make_unposed_source(pictures, None, camera_matrix(intrinsics(SIZE).tolist()))
-    assert "pycolmap is not installed" in made.fault and not made.metric

@@ -20,6 +20,7 @@ from flow_grpo.maths.benchmarks import preset_at_own_speed
 from flow_grpo.maths.path_errors import path_errors
 from flow_grpo.maths.poses import PRESETS, pose, preset_path, relative, rotation_matrix, trans_err
 from flow_grpo.maths.room import render_video, stack_rooms
+from flow_grpo.rewards.camera import structure_from_motion as motion
 from flow_grpo.rewards.camera.structure_from_motion import Estimate
 from flow_grpo.runtime.video_file import write_video
 from tests.refusals import refusal
@@ -211,7 +212,7 @@ def test_our_estimator_judges_the_same_videos_by_the_same_paths(davis, monkeypat
     monkeypatch.setattr(evaluate, "estimate", exact)
     metrics = scored(davis, "--focal-px", 23, "--workers", 0, place="own")
     assert mean(metrics, "rot_deg_mean") == pytest.approx(0, abs=1e-6) and metrics["summary"]["registered"] == 20
-    assert "estimator 'pycolmap" in capsys.readouterr().out
+    assert f"estimator {motion.name()!r}" in capsys.readouterr().out
 
 
 def test_videos_before_training_are_scored_apart_and_compared(davis):

@@ -61,7 +61,6 @@ def test_unusable_arguments_are_refused_in_one_line(run, tmp_path, capsys):
 
 
 def test_the_evaluation_takes_a_checkpoint_like_its_adapter_and_keeps_other_videos(run, tmp_path, capsys):
-    pytest.importorskip("pycolmap")
     checkpoint = Path(run["output_root"]) / "run" / "checkpoints" / "checkpoint_000002"
     adapter = Path(run["output_root"]) / "run" / "adapter"
     of_recipe = [*command(run), "--adapter", str(adapter)]

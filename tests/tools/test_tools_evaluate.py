@@ -241,11 +241,6 @@ def test_unusable_arguments_are_one_line_and_exit_code_2_before_anything_is_meas
     assert CALLS == [] and not (place / "out").exists()
 
 
-def test_without_pycolmap_it_says_where_to_evaluate(place, capsys, monkeypatch):
-    monkeypatch.setattr(evaluate.motion, "pycolmap", None)
-    assert "x86" in refusal(capsys, evaluate.main, words(place))
-
-
 def test_a_folder_of_generated_videos_is_measured_before_and_after_in_pairs(place, capsys, monkeypatch):
     """Recorded focal length and poses are taken; the picture beside the source is no video to judge."""
     folder = place / "generated"

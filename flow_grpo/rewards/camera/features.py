@@ -1,6 +1,6 @@
 """SIFT features of a picture and their mutual matches.
 
-Only this file, `pnp.py` and `structure_from_motion.py` import OpenCV.
+Only this file, `pnp.py`, `matched_motion.py` and `structure_from_motion.py` import OpenCV.
 """
 
 from __future__ import annotations

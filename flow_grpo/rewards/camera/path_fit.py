@@ -154,12 +154,9 @@ class _Fit:
         inside, deeper, residual = self._project()
         weight = 1 / (1 + (residual**2).sum(1) / (OUTLYING * scale) ** 2) ** 2 / scale**2
         weight[inside[:, 2] <= LEAST_DEPTH * self.usual] = 0
-        x, y, z = inside.T
-        image = np.zeros((len(z), 2, 3))  # of the pixel by the point in its camera
-        image[:, 0, 0], image[:, 1, 1] = self.camera[0, 0] / z, self.camera[1, 1] / z
-        image[:, 0, 2], image[:, 1, 2] = -self.camera[0, 0] * x / z**2, -self.camera[1, 1] * y / z**2
+        image = pixel_slopes(inside, self.camera)
         # The pose moves as R exp(w), C + c: the point in its camera by inside x w - R^T c.
-        by_pose = np.concatenate([image @ _crossed(inside), -image @ np.swapaxes(self.poses[frames, :3, :3], 1, 2)], 2)
+        by_pose = np.concatenate([image @ crossed(inside), -image @ np.swapaxes(self.poses[frames, :3, :3], 1, 2)], 2)
         by_depth = np.einsum("nij,nj->ni", image, deeper)
 
         normal = np.zeros((count, 6, count, 6))
@@ -195,7 +192,16 @@ class _Fit:
         return Rotation.from_matrix(relative).as_rotvec(), self.poses[:, :3, 3] - self.command[:, :3, 3]
 
 
-def _crossed(vectors: Floats) -> Floats:
+def pixel_slopes(points: Floats, camera: Floats) -> Floats:
+    """Return how the pixels of points (n, 3), z forward, move with these, (n, 2, 3)."""
+    x, y, z = points.T
+    made = np.zeros((len(z), 2, 3))
+    made[:, 0, 0], made[:, 1, 1] = camera[0, 0] / z, camera[1, 1] / z
+    made[:, 0, 2], made[:, 1, 2] = -camera[0, 0] * x / z**2, -camera[1, 1] * y / z**2
+    return made
+
+
+def crossed(vectors: Floats) -> Floats:
     """Return the matrices (n, 3, 3) of the cross products with vectors (n, 3)."""
     made = np.zeros((len(vectors), 3, 3))
     x, y, z = vectors.T

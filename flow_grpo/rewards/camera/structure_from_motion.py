@@ -1,7 +1,8 @@
 """Camera poses of a video's frames by structure from motion alone.
 
 COLMAP's features and its global mapper (GLOMAP) with a fixed, known focal length. The input is the video alone, so the
-result is in an arbitrary reference frame and unit. Incremental mapping finds nothing on dollies and pans.
+result is in an arbitrary reference frame and unit. Incremental mapping finds nothing on dollies and pans. Where
+pycolmap has no wheel, as on aarch64, `matched_motion.py` takes its place.
 
 It is the evaluation's independent estimator, so rewards use it only for sources without poses (`unposed.py`).
 """
@@ -16,9 +17,11 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from flow_grpo.rewards.camera.matched_motion import LEAST_POINTS, find_motion
+
 try:
     import pycolmap
-except ImportError:  # no wheel for some platforms: `name` raises
+except ImportError:  # no wheel for some platforms
     pycolmap = None  # type: ignore[assignment]
 
 Floats = NDArray[np.float64]
@@ -26,7 +29,6 @@ Floats = NDArray[np.float64]
 MOST_FEATURES = 2048  # of a frame
 SMALL_ROWS = 360  # frames with fewer rows or columns are upscaled twice: three times more exact on dollies of 240x416
 OVERLAP = 5  # a frame is matched with this many others: those 1, 2, 4, 8 and 16 after it
-LEAST_POINTS = 30  # triangulated points; with fewer all frames get one position, see `Estimate.centred`
 SEED = 0
 
 
@@ -49,15 +51,9 @@ class Estimate:
 
 
 def name() -> str:
-    """Return the estimator's name and version; results of different ones are not comparable.
-
-    Raises:
-        ValueError: it is not installed.
-    """
+    """Return the estimator's name and version; results of different ones are not comparable."""
     if pycolmap is None:
-        raise ValueError(
-            "pycolmap is not installed: pip install pycolmap==4.2.1, on an x86 machine, as it has no wheels for aarch64"
-        )
+        return f"opencv {cv2.__version__} matched_motion"
     return f"pycolmap {pycolmap.__version__} global_mapping"
 
 
@@ -67,11 +63,10 @@ def reconstruct(pictures: NDArray[np.uint8], focal_px: float) -> Estimate:
     Args:
         pictures: (F, h, w) grey.
         focal_px: focal length in pixels, with the principal point in the middle and square pixels.
-
-    Raises:
-        ValueError: pycolmap is not installed.
     """
-    name()
+    if pycolmap is None:
+        found = find_motion(pictures, focal_px)
+        return Estimate(found.poses, found.points, found.points < LEAST_POINTS, found.parallax_deg)
     pycolmap.logging.minloglevel = pycolmap.logging.FATAL.value  # its errors on pictures without a scene are expected
     nothing = Estimate(np.full((len(pictures), 4, 4), np.nan))
     with tempfile.TemporaryDirectory() as folder:

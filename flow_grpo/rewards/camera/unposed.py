@@ -27,14 +27,11 @@ def make_unposed_source(source: PosedFrames, target: PosedFrames | None, camera:
         camera: (3, 3) from `pnp.camera_matrix`, of both. The reconstruction uses only fx and assumes square pixels
             and a central principal point; anchors and checks use all of it.
     """
-    # Imported in the scoring process that needs it: few runs do, and pycolmap has no wheel for some machines.
+    # Imported in the scoring process that needs it: few runs do.
     from flow_grpo.rewards.camera import structure_from_motion
 
     nothing = Source((), camera, np.ones(len(source.frames), np.bool_), "", metric=False)
-    try:
-        found = structure_from_motion.reconstruct(source.pictures, float(camera[0, 0]))
-    except ValueError as error:
-        return dataclasses.replace(nothing, fault=f"it came without poses, and {error}")
+    found = structure_from_motion.reconstruct(source.pictures, float(camera[0, 0]))
     rows = np.flatnonzero(found.found)
     if found.centred or 0 not in rows or len(rows) < LEAST_REGISTERED * len(source.frames):
         fault = f"it came without poses, and of {len(source.frames)} frames {len(rows)} could be placed"
