@@ -63,6 +63,7 @@ from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.data.captions import caption_of
 from flow_grpo.data.dataset import ConditionDataset
 from flow_grpo.data.multicam import LENS_FOLDER, fitted_intrinsics
+from flow_grpo.data.pose_files import names_pose_file
 from flow_grpo.data.prompts import ENDINGS, PromptDataset, read_prompts
 from flow_grpo.data.trajectories import UserVideos, find_videos, read_source_path
 from flow_grpo.data.video_io import video_size
@@ -275,13 +276,15 @@ def source_cameras(args: argparse.Namespace, requests: Sequence[VideoRequest]) -
 
 
 def source_path(given: str, source: Path, frames: int) -> Tensor:
-    """Return the poses (frames, 4, 4) of a source's camera: "static", a path.json, or those of ViPE's folder."""
+    """Return the poses (frames, 4, 4) of a source's camera: "static", those of a file, or of ViPE's folder."""
     if given == "static":
         return torch.eye(4, dtype=torch.float64).repeat(frames, 1, 1)
-    if Path(given).is_file():
-        return read_source_path(Path(given), frames)
+    if names_pose_file(given):
+        return read_source_path(given, frames)
     if not Path(given).is_dir():
-        raise ValueError(f"--source-poses {given} does not exist, must be static, a path.json or ViPE's output folder")
+        raise ValueError(
+            f"--source-poses {given} does not exist, must be static, a file of poses or ViPE's output folder"
+        )
     poses = vipe_poses(vipe_files(Path(given)), [source.stem], video_size(source)[0])
     if poses is None:
         raise ValueError(f"--source-poses {given} has no pose/{source.stem}.npz; let ViPE run on {source}")

@@ -1,12 +1,11 @@
-"""Camera paths and conditions for users' own videos: scaled presets or poses from a JSON file, no ground truth.
+"""Camera paths and conditions for users' own videos: scaled presets or poses from a file, no ground truth.
 
 A path is T OpenCV camera-to-world poses in metres, starting at the identity: the origin is the target's first frame,
 assumed to coincide with the source's. A trajectory is written as
 
     "pan_right", "pan_right:0.5", "zoom_in:0.5+pan_left"     presets of `maths.poses.PRESETS`, scaled and added
     "arc_left:per_frame"     a preset as ReDirector's code commands it: its speed of 81 frames in any number of them
-    "orbit.json"     {"poses": [[[r r r x], [r r r y], [r r r z], [0 0 0 1]], ...], "fps": 24, "relative": true}
-                     or the bare list of poses; "fps" and "relative" are optional
+    "orbit.json"     poses in a file, of any form that `pose_files.py` reads
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from flow_grpo.data.dataset import ConditionDataset, file_id
+from flow_grpo.data.pose_files import label_of, names_pose_file, read_poses
 from flow_grpo.data.video_io import Size, VideoCache, frame_rate
 from flow_grpo.maths.benchmarks import preset_at_own_speed
 from flow_grpo.maths.poses import (
@@ -33,10 +33,9 @@ from flow_grpo.maths.poses import (
     rotation_vector,
 )
 from flow_grpo.records import WAN_FPS, Condition
-from flow_grpo.runtime.json_files import read_json
 
 Trajectory: TypeAlias = str | Path
-"""Preset text, or the path of a file ending in .json."""
+"""Preset text, or what `pose_files.read_poses` reads."""
 
 LARGEST = 100  # magnitude of a preset, a dozen turns or a few hundred metres
 PER_FRAME = "per_frame"
@@ -63,8 +62,8 @@ def camera_path(trajectory: Trajectory, num_frames: int, video_fps: float = WAN_
     Raises:
         ValueError: unknown preset, bad magnitude, unreadable file, or no poses or too few.
     """
-    if _is_file(trajectory):
-        poses = read_path(Path(trajectory), num_frames, video_fps)
+    if names_pose_file(str(trajectory)):
+        poses = read_path(trajectory, num_frames, video_fps)
     else:
         poses = motion(str(trajectory), num_frames)
     if findings := outside_training(poses):
@@ -92,7 +91,8 @@ def motion(text: str, num_frames: int) -> Tensor:
         name, colon, size = (word.strip() for word in part.partition(":"))
         if name not in PRESETS:
             raise ValueError(
-                f"camera motion {text!r} names {name!r}, must be among {', '.join(PRESETS)}, or a file ending in .json"
+                f"camera motion {text!r} names {name!r}, must be among {', '.join(PRESETS)}, or a file of poses "
+                "(.json, .npz, .txt or COLMAP's folder)"
             )
         magnitude = _magnitude(text, size) if colon else 1.0
         ends = (PRESETS[name].translation, PRESETS[name].rotation)
@@ -114,55 +114,35 @@ def _magnitude(text: str, size: str) -> float:
     return magnitude
 
 
-def read_path(file: Path, num_frames: int, video_fps: float = WAN_FPS) -> Tensor:
-    """Read the (num_frames, 4, 4) float64 poses of a JSON file, resampled for a video, the first one the identity.
+def read_path(file: Trajectory, num_frames: int, video_fps: float = WAN_FPS) -> Tensor:
+    """Read the (num_frames, 4, 4) float64 poses of a file, resampled for a video, the first one the identity.
 
     Raises:
         ValueError: unreadable file, unknown field, or a path that `fit_path` refuses; names the file.
     """
-    poses, fps, from_first = _read_poses(file)
-    return fit_path(
-        poses, num_frames, fps=fps, video_fps=video_fps, from_first=from_first, name=f"trajectory file {file}"
-    )
+    found = read_poses(file)
+    name = f"trajectory file {file}"
+    if not found.metres:
+        warnings.warn(f"{name}: its unit is not known, taken as metres", stacklevel=2)
+    return fit_path(found.poses, num_frames, fps=found.fps, video_fps=video_fps, from_first=found.from_first, name=name)
 
 
-def read_source_path(file: Path, num_frames: int) -> Tensor:
+def read_source_path(file: Trajectory, num_frames: int) -> Tensor:
     """Read the (num_frames, 4, 4) float64 poses of a source's camera, relative to the first.
 
-    Pose i of the JSON file is that of the source's frame i. Nothing is resampled: videos are read frame by frame.
+    Pose i of the file is that of the source's frame i. Nothing is resampled: videos are read frame by frame.
 
     Raises:
         ValueError: unreadable file, unknown field, fps, fewer poses than frames, or poses that `fit_path` refuses.
     """
-    poses, fps, _ = _read_poses(file)
+    found = read_poses(file)
+    poses, fps = found.poses, found.fps
     name = f"poses of the source's camera, file {file}:"
     if fps is not None:
         raise ValueError(f"{name} fps is {fps:g}, must be left out; give one pose for each frame of the source")
     if poses.ndim != 3 or len(poses) < num_frames:
         raise ValueError(f"{name} got shape {tuple(poses.shape)}, must be (N, 4, 4), N at least {num_frames}")
     return fit_path(poses[:num_frames], num_frames, from_first=True, name=name)
-
-
-def _read_poses(file: Path) -> tuple[Tensor, float | None, bool]:
-    # Poses are float64 of any shape.
-    content = read_json(file, "write the trajectory again")
-    entries: dict[str, Any] = content if isinstance(content, dict) else {"poses": content}
-    if not {"poses"} <= set(entries) <= {"poses", "fps", "relative"}:
-        raise ValueError(
-            f"trajectory file {file} has {sorted(entries)!r:.200}, must have poses and may have fps, relative"
-        )
-    fps, from_first = entries.get("fps"), entries.get("relative", False)
-    if not isinstance(from_first, bool):
-        raise ValueError(f"trajectory file {file}: relative is {from_first!r:.60}, must be true or false")
-    if fps is not None and (isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < math.inf):
-        raise ValueError(
-            f"trajectory file {file}: fps is {fps!r:.60}, must be a number above 0; leave it out to stretch"
-        )
-    try:
-        poses = torch.tensor(entries["poses"], dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"trajectory file {file}: poses are no list of 4x4 matrices of numbers ({error})") from error
-    return poses, fps, from_first
 
 
 def fit_path(
@@ -268,6 +248,11 @@ def outside_training(poses: Tensor) -> list[str]:
     return found
 
 
+def label(trajectory: str) -> str:
+    """Return what a trajectory is called in names of files: preset text without blanks, or a pose file's name."""
+    return label_of(trajectory) if names_pose_file(trajectory) else "".join(trajectory.split())
+
+
 class UserVideos(ConditionDataset):
     """Every video along every trajectory: index 0 is video 0 along trajectory 0, index 1 the same along trajectory 1.
 
@@ -290,7 +275,7 @@ class UserVideos(ConditionDataset):
             ValueError: no or duplicate names, a video without readable header, or a refused trajectory.
         """
         self.videos, self.trajectories = tuple(videos), tuple(trajectories)
-        self._labels = [Path(t).stem if _is_file(t) else "".join(str(t).split()) for t in self.trajectories]
+        self._labels = [label(str(trajectory)) for trajectory in self.trajectories]
         for what, names in (("videos", self.videos), ("trajectories", self._labels)):
             if not names or len(set(names)) < len(names):
                 raise ValueError(f"user videos: {what} are {[*map(str, names)]}, must be at least one and none twice")
@@ -316,7 +301,7 @@ class UserVideos(ConditionDataset):
             scene=video.as_posix(),
             source_camera="user",
             target_camera=label,
-            preset=None if _is_file(self.trajectories[which]) else label,
+            preset=None if names_pose_file(str(self.trajectories[which])) else label,
             source_id=file_id(video),
             fps=fps,
         )
@@ -334,7 +319,3 @@ def find_videos(folder: Path) -> list[Path]:
     if not found:
         raise ValueError(f"{folder} is no folder with videos, must hold files ending in {', '.join(VIDEO_ENDINGS)}")
     return found
-
-
-def _is_file(trajectory: Trajectory) -> bool:
-    return str(trajectory).lower().endswith(".json")

@@ -77,7 +77,7 @@ def test_combined_motions_add_their_translations_and_rotation_vectors_in_any_ord
         ("", "names ''"),
         ("pan_left+", "names ''"),
         ("pan_left+-tilt_up", "names '-tilt_up'"),
-        ("poses.txt", "a file ending in .json"),
+        ("poses.csv", "a file of poses"),
         ("pan_left:-1", "magnitude '-1', must be a number within 0..100; the other direction is the opposite preset"),
         ("arc_left:1e308", "magnitude '1e308', must be a number within 0..100"),
         ("pan_left:", "magnitude ''"),

@@ -16,8 +16,8 @@ COMMANDS = sorted(
     if "__main__" in file.read_text(encoding="utf-8")
 )
 FOR_USERS = [
-    *("benchmark", "check_dataset", "check_sources", "convert_recammaster", "convert_redirector", "device_report"),
-    *("doctor", "evaluate"),
+    *("benchmark", "check_dataset", "check_sources", "convert_poses", "convert_recammaster", "convert_redirector"),
+    *("device_report", "doctor", "evaluate"),
     *("export_adapter", "finetune_recam", "generate", "learning_study", "make_dashboard", "make_tiny_world"),
     *("measure_signal", "plan", "precompute", "prepare_clips", "random_model", "report", "reward_server", "watch"),
 ]

@@ -59,6 +59,20 @@ def test_what_stands_beside_a_clip_is_used(clips):
     assert by_name["yard"].intrinsics is None
 
 
+def test_poses_of_other_programs_bring_their_focal_length_and_ask_for_their_unit(clips, capsys):
+    path = preset_path("arc_left", FRAMES).double()
+    np.savez(clips / "yard.npz", cam_c2w=path, intrinsic=np.diag([40.0, 40, 1]), images=np.zeros((0, 32, 48, 3)))
+    assert prepare(clips) == 2 and "yard.npz does not know the metre: pass --unit" in capsys.readouterr().err
+    (clips / "yard.txt").write_text("")
+    assert prepare(clips, "--unit", "2") == 2 and "remove one of them" in capsys.readouterr().err
+    (clips / "yard.txt").unlink()
+    assert prepare(clips, "--unit", "2", "--val", "0") == 0
+    assert "focal length unknown, so no reward can measure the cameras of beach.mp4, street" in capsys.readouterr().out
+    by_name = {condition.source_camera: condition for condition in items(clips)}
+    assert torch.allclose(by_name["yard"].source_poses[:, :3, 3], 2 * path[:, :3, 3], atol=1e-6)
+    assert by_name["yard"].intrinsics.tolist() == pytest.approx([20, 20, 12, 8], abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

@@ -91,10 +91,10 @@ def command_line(doc: str | None) -> Parser:
     add = parser.add_argument
     add("--run", type=Path, help="folder of a run, outputs/NAME: the options below that are not given are its own")
     add("--source", type=Path, nargs="+", action="extend", help="videos, or folders of videos")
-    add("--camera", nargs="+", action="extend", help="presets such as arc_left:0.5, or path.json")
+    add("--camera", nargs="+", action="extend", help="presets such as arc_left:0.5, or files of poses")
     prompts_help = "for a model without source video: what to show, or a .txt, .csv or .jsonl of prompts"
-    path_help = "how the sources' own camera moves, for a model that asks: static, ViPE's output folder, or a path.json"
-    add("--source-poses", help=f"{path_help} with a pose for each frame")
+    path_help = "how the sources' own camera moves, for a model that asks: static, ViPE's output folder, or a file"
+    add("--source-poses", help=f"{path_help} of poses, one for each frame")
     add("--prompts", nargs="+", action="extend", help=prompts_help)
     add("--model", type=Path, help="folder in diffusers layout, see tools/convert_recammaster.py")
     add("--kind", default=defaults.model.kind, help="which video model: model.kind of its recipe")

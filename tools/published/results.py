@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
+from flow_grpo.data.pose_files import read_poses
 from flow_grpo.maths.poses import check_poses
 from flow_grpo.runtime.json_files import read_json_object, read_text
 
@@ -37,19 +35,13 @@ def vipe_poses(files: Mapping[str, Sequence[Path]], names: Sequence[str], frames
         return None
     if len(found) > 1:
         raise ValueError(f"ViPE's poses of {names[0]} are in both {found[0]} and {found[1]}; remove one of them")
-    (file,) = found
-    try:
-        # numpy leaves a damaged file open that it has opened itself.
-        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
-            poses = torch.from_numpy(np.asarray(arrays["data"], dtype=np.float64))
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
-        raise ValueError(f"ViPE's {file} holds no array 'data' of numbers ({error}); {AGAIN}") from error
+    poses = read_poses(found[0]).poses
+    name = f"ViPE's {found[0]}"
     if tuple(poses.shape) != (frames, 4, 4):
         raise ValueError(
-            f"ViPE's {file} has shape {tuple(poses.shape)}, must be ({frames}, 4, 4), one pose a frame of the video; "
-            f"{AGAIN}"
+            f"{name} has shape {tuple(poses.shape)}, must be ({frames}, 4, 4), one pose a frame of the video; {AGAIN}"
         )
-    check_poses(poses, f"ViPE's {file}")
+    check_poses(poses, name)
     return poses
 
 
