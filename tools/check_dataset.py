@@ -59,7 +59,7 @@ from flow_grpo.data import captions, multicam
 from flow_grpo.data.camera_files import BAD_JSON, read_cameras
 from flow_grpo.data.depth_files import depth_file, read_depth
 from flow_grpo.data.video_io import frame_rate, read_video, video_size
-from flow_grpo.maths.poses import rotation_angle_deg
+from flow_grpo.maths.poses import rot_err
 from flow_grpo.runtime.json_files import read_json_object
 
 SHORT_M = 0.02  # of a path: that of a file in metres, read as centimetres
@@ -202,8 +202,8 @@ def _motion(poses: torch.Tensor) -> tuple[float, float, float, float]:
     """Return path length (m), largest angle to the first frame, largest step (m, deg) of (T, 4, 4) poses."""
     before = torch.cat([poses[:1], poses[:-1]])
     steps = torch.linalg.vector_norm(poses[:, :3, 3] - before[:, :3, 3], dim=-1)
-    angles = rotation_angle_deg(poses, poses[:1])
-    parts = (steps.sum(), angles.max(), steps.max(), rotation_angle_deg(poses, before).max())
+    angles = rot_err(poses, poses[:1]).rad2deg()
+    parts = (steps.sum(), angles.max(), steps.max(), rot_err(poses, before).rad2deg().max())
     return tuple(round(part.item(), 6) for part in parts)
 
 

@@ -23,15 +23,7 @@ from flow_grpo.data.dataset import ConditionDataset, file_id
 from flow_grpo.data.pose_files import label_of, names_pose_file, read_poses
 from flow_grpo.data.video_io import Size, VideoCache, frame_rate
 from flow_grpo.maths.benchmarks import preset_at_own_speed
-from flow_grpo.maths.poses import (
-    PRESETS,
-    check_poses,
-    pose,
-    relative,
-    rotation_angle_deg,
-    rotation_matrix,
-    rotation_vector,
-)
+from flow_grpo.maths.poses import PRESETS, check_poses, pose, relative, rot_err, rotation_matrix, rotation_vector
 from flow_grpo.records import WAN_FPS, Condition
 
 Trajectory: TypeAlias = str | Path
@@ -187,7 +179,7 @@ def fit_path(
             'add "relative": true to have all poses taken relative to the first'
         )
     poses = relative(poses[0], poses)
-    turns = rotation_angle_deg(poses[:-1], poses[1:])
+    turns = rot_err(poses[:-1], poses[1:]).rad2deg()
     if turns[at := int(turns.argmax())] > SURE_TURN_DEG:
         raise ValueError(
             f"{name}: poses {at} and {at + 1} are turned by {turns[at]:.1f} degrees, must be at most "
@@ -231,7 +223,7 @@ def outside_training(poses: Tensor) -> list[str]:
     heading = torch.atan2(forward[:, 0], forward[:, 2]).rad2deg().abs().max().item()
     elevation = torch.asin(forward[:, 1].clamp(-1, 1)).rad2deg().abs().max().item()
     roll = torch.atan2(right[:, 1], down[:, 1]).rad2deg().abs().max().item()
-    turn = rotation_angle_deg(poses, poses[:1]).max().item()
+    turn = rot_err(poses, poses[:1]).max().rad2deg().item()
     reach = torch.linalg.vector_norm(poses[:, :3, 3] - poses[0, :3, 3], dim=-1).max().item()
     kind, largest = ("arc", ARC_DEG) if reach * SLACK >= SHORTEST_METRES else ("pan", PAN_DEG)
     found = [

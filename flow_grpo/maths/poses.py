@@ -202,11 +202,6 @@ def rot_err(first: Tensor, second: Tensor) -> Tensor:
     return 2 * torch.asin((norm / (2 * math.sqrt(2))).clamp(max=1.0))
 
 
-def rotation_angle_deg(first: Tensor, second: Tensor) -> Tensor:
-    """Return the angle (...) in degrees between rotations or poses, see `rot_err`."""
-    return rot_err(first, second).rad2deg()
-
-
 def trans_err(commanded: Tensor, estimated: Tensor) -> Tensor:
     """Return the distance between camera centres of each frame, (..., F) in metres, for poses (..., F, 4, 4)."""
     distance: Tensor = torch.linalg.vector_norm(_centres(commanded) - _centres(estimated), dim=-1)
@@ -227,7 +222,7 @@ def rot_deg_pair_mean(commanded: Tensor, estimated: Tensor) -> Tensor:
     frames = commanded.shape[-3]
     if frames < 2:
         raise ValueError(f"rotation error over frame pairs needs at least 2 frames, got {frames}")
-    errors = rotation_angle_deg(_pairwise_rotation(commanded), _pairwise_rotation(estimated))
+    errors = rot_err(_pairwise_rotation(commanded), _pairwise_rotation(estimated)).rad2deg()
     return errors.sum(dim=(-2, -1)) / (frames * (frames - 1))
 
 

@@ -17,7 +17,7 @@ from flow_grpo.data.trajectories import (
 )
 from flow_grpo.data.video_io import fit_video
 from flow_grpo.maths.benchmarks import preset_at_own_speed
-from flow_grpo.maths.poses import PRESETS, pose, preset_path, rotation_angle_deg, rotation_matrix
+from flow_grpo.maths.poses import PRESETS, pose, preset_path, rot_err, rotation_matrix
 from flow_grpo.runtime.video_file import write_video
 from tests.data.cases import clip, refusal
 
@@ -66,7 +66,7 @@ def test_combined_motions_add_their_translations_and_rotation_vectors_in_any_ord
     path = motion("zoom_in:0.5+arc_left+tilt_up:2", 5)
     assert torch.allclose(path[-1], at((-1.988, 0, 0.994 + 0.533), (19.88, 29.82, 0)), atol=1e-12)
     assert torch.allclose(path, motion("tilt_up:2+zoom_in:0.5+arc_left", 5), atol=1e-12)
-    steps = rotation_angle_deg(path[:-1], path[1:])
+    steps = rot_err(path[:-1], path[1:]).rad2deg()
     assert torch.allclose(steps, steps[:1].expand(4), atol=1e-9)
 
 

@@ -14,7 +14,7 @@ from flow_grpo.maths.benchmarks import (
     redirect4d_errors,
 )
 from flow_grpo.maths.path_errors import path_errors
-from flow_grpo.maths.poses import PRESETS, pose, preset_path, rotation_angle_deg, rotation_matrix, umeyama
+from flow_grpo.maths.poses import PRESETS, pose, preset_path, rot_err, rotation_matrix, umeyama
 
 DRAW = torch.Generator().manual_seed(3)
 
@@ -36,9 +36,9 @@ def shaken(poses: Tensor, metres: float = 0.3, degrees: float = 2.0) -> Tensor:
 def test_a_preset_of_any_length_keeps_the_speed_of_81_frames(name, frames):
     path, original = preset_at_own_speed(name, frames), preset_path(name, 81)
     assert torch.allclose(path[0], torch.eye(4, dtype=torch.float64), atol=1e-12)
-    turns = rotation_angle_deg(path[:-1], path[1:])
+    turns = rot_err(path[:-1], path[1:])
     steps = torch.linalg.vector_norm(path.diff(dim=0)[:, :3, 3], dim=-1)
-    assert torch.allclose(turns, rotation_angle_deg(original[0], original[1]).expand(frames - 1), atol=1e-9)
+    assert torch.allclose(turns, rot_err(original[0], original[1]).expand(frames - 1), atol=1e-9)
     assert torch.allclose(steps, original[1, :3, 3].norm().expand(frames - 1), rtol=1e-5, atol=1e-12)
 
 

@@ -92,7 +92,7 @@ def test_preset_table_through_the_file_format(row: tuple[Any, ...]) -> None:
     turn = p.rotation_matrix(torch.tensor(rotation, dtype=torch.float64).deg2rad())
     assert torch.allclose(path[-1, :3, :3], turn, atol=1e-12)
     steps = p.trans_err(path[:-1], path[1:])
-    turns = p.rotation_angle_deg(path[:-1], path[1:])
+    turns = p.rot_err(path[:-1], path[1:]).rad2deg()
     assert (100 * steps).tolist() == pytest.approx([centimetres] * 80, abs=6e-3)
     assert turns.tolist() == pytest.approx([degrees] * 80, abs=5e-3)
     assert p.is_static(path[:, :3, 3]).item() is (name in ZERO_BASELINE)
@@ -107,7 +107,7 @@ def test_a_preset_starts_at_the_identity_and_makes_its_whole_motion_at_any_lengt
     assert torch.equal(p.preset_path("arc_right", 1)[0], torch.eye(4, dtype=torch.float64))
     half = p.preset_path("translate_up", 9, translation_scale=0.5, rotation_scale=2.0)
     assert half[-1, :3, 3].tolist() == pytest.approx([0, -0.497, 0])
-    assert p.rotation_angle_deg(half[0], half[-1]).item() == pytest.approx(27.9)
+    assert p.rot_err(half[0], half[-1]).rad2deg().item() == pytest.approx(27.9)
     for arguments, message in ((("pan", 9), "must be one of pan_right"), (("pan_right", 0), "must be at least 1")):
         with pytest.raises(ValueError, match=message):
             p.preset_path(*arguments)
@@ -179,13 +179,13 @@ def test_rotation_error_is_exact_from_a_millionth_of_a_degree_to_a_half_turn(deg
     turned = base.clone()
     turned[:, :3, :3] = base[:, :3, :3] @ p.rotation_matrix(axis * math.radians(degrees))
     tolerance = 1e-9 * degrees + 1e-12 if degrees < 179.5 else 1e-5  # asin is steep at the half turn
-    assert p.rotation_angle_deg(base, turned).tolist() == pytest.approx([degrees] * 7, abs=tolerance)
+    assert p.rot_err(base, turned).rad2deg().tolist() == pytest.approx([degrees] * 7, abs=tolerance)
 
 
 def test_identical_rotations_have_no_error_even_when_given_in_fp32() -> None:
     base = random_path(torch.Generator().manual_seed(3), 500)
-    assert p.rotation_angle_deg(base, base @ torch.eye(4, dtype=torch.float64)).max() < 1e-6
-    assert p.rotation_angle_deg(base.float(), base.float()).max() < 1e-6
+    assert p.rot_err(base, base @ torch.eye(4, dtype=torch.float64)).rad2deg().max() < 1e-6
+    assert p.rot_err(base.float(), base.float()).rad2deg().max() < 1e-6
 
 
 def test_sums_means_degrees_and_radians_by_hand() -> None:
@@ -198,7 +198,7 @@ def test_sums_means_degrees_and_radians_by_hand() -> None:
 def test_pair_mean_compares_every_frame_seen_from_every_other() -> None:
     generator = torch.Generator().manual_seed(5)
     a, b = random_path(generator, 2, 5), random_path(generator, 2, 5)
-    errors = [p.rotation_angle_deg(p.relative(a[:, i], a), p.relative(b[:, i], b)) for i in range(5)]
+    errors = [p.rot_err(p.relative(a[:, i], a), p.relative(b[:, i], b)).rad2deg() for i in range(5)]
     assert torch.allclose(p.rot_deg_pair_mean(a, b), torch.stack(errors).sum(dim=(0, 2)) / 20)
     with pytest.raises(ValueError, match="at least 2 frames, got 1"):
         p.rot_deg_pair_mean(a[0, :1], b[0, :1])

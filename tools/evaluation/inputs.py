@@ -26,7 +26,7 @@ from torch import Tensor
 from flow_grpo.data.camera_files import camera_names, read_cameras
 from flow_grpo.data.trajectories import VIDEO_ENDINGS
 from flow_grpo.data.video_io import video_size
-from flow_grpo.maths.poses import PRESETS, check_poses, preset_path, relative, rotation_angle_deg
+from flow_grpo.maths.poses import PRESETS, check_poses, preset_path, relative, rot_err
 from flow_grpo.run.starts import LEAST_ROWS
 from flow_grpo.runtime.json_files import read_json_object
 from tools.generation.records import AFTER, BEFORE, BESIDE, RECORD, read_record, record_of
@@ -189,7 +189,7 @@ def _matching_preset(commanded: Tensor) -> str:
     for preset in PRESETS:
         path = preset_path(preset, len(commanded))
         away = torch.linalg.vector_norm(path[:, :3, 3] - commanded[:, :3, 3], dim=-1).max()
-        if away <= SAME_METRES and rotation_angle_deg(path, commanded).max() <= SAME_DEG:
+        if away <= SAME_METRES and rot_err(path, commanded).max().rad2deg() <= SAME_DEG:
             return preset
     return OTHER_TYPE
 

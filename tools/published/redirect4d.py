@@ -18,7 +18,7 @@ from torch import Tensor
 from flow_grpo.data.trajectories import SURE_TURN_DEG, resample
 from flow_grpo.data.video_io import read_video
 from flow_grpo.maths.benchmarks import from_world_to_camera, quaternion_matrix
-from flow_grpo.maths.poses import check_poses, pose, rotation_angle_deg
+from flow_grpo.maths.poses import check_poses, pose, rot_err
 from flow_grpo.runtime.json_files import read_json_object, read_text
 from tools.published.plan import CAMERAS, BenchmarkPlan, Item, check_names, item_name, write_path, write_source
 
@@ -93,7 +93,7 @@ def _through_keyframes(keyframes: Sequence[dict[str, Any]], frames: int) -> Tens
     check_poses(poses, "keyframes")
     if len(poses) == 1:
         return poses.repeat(frames, 1, 1)
-    if rotation_angle_deg(poses[:-1], poses[1:]).max() > SURE_TURN_DEG:
+    if rot_err(poses[:-1], poses[1:]).max().rad2deg() > SURE_TURN_DEG:
         raise ValueError(f"keyframes turn by more than {SURE_TURN_DEG:g} degrees at once: which way is not known")
     places = np.interp(np.arange(frames), times, np.arange(len(times)))  # the last pose stays
     return resample(poses, torch.from_numpy(places))
