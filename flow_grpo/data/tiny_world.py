@@ -19,18 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flow_grpo.data import rooms
 from flow_grpo.data.camera_files import write_cameras
 from flow_grpo.data.multicam import COMMANDS, SENSOR_MM
-from flow_grpo.data.rooms import (
-    LABELLED,
-    RECAMMASTER,
-    SHOTS,
-    SOURCES,
-    UNLABELLED,
-    UNSEEN,
-    bare_room,
-    furnished_room,
-)
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.room import Room, render_video, stack_rooms
 from flow_grpo.runtime.atomic_file import atomic_path
@@ -57,9 +48,9 @@ class Roles:
 
 
 ROLES = {
-    "labelled": Roles((*SOURCES, *LABELLED)),
-    "train": Roles((*SOURCES,), (*LABELLED, *UNLABELLED)),
-    "val": Roles((*SOURCES,), (*LABELLED, *UNLABELLED, *UNSEEN), views=True),
+    "labelled": Roles((*rooms.SOURCES, *rooms.LABELLED)),
+    "train": Roles((*rooms.SOURCES,), (*rooms.LABELLED, *rooms.UNLABELLED)),
+    "val": Roles((*rooms.SOURCES,), (*rooms.LABELLED, *rooms.UNLABELLED, *rooms.UNSEEN), views=True),
 }
 
 
@@ -125,14 +116,14 @@ def make_scene(spec: WorldSpec, split: str, number: int, films: tuple[str, ...] 
     """Make scene `number` of a split, a pure function of the arguments; `films` are other shots than the split's."""
     draw = generator("tiny-world", spec.seed, split, number)
     if spec.furnished:
-        room, place, spread, shots = furnished_room(draw), (-0.7, 0.0, 0.0), 0.4, SHOTS
+        room, place, spread, shots = rooms.furnished_room(draw), (-0.7, 0.0, 0.0), 0.4, rooms.SHOTS
         roles = Roles(films) if films else ROLES[split]
         films, commands = roles.films, roles.commands[number % 2 :: 2]
     else:
-        room, place, spread, films, commands = bare_room(draw), (-0.6, 0.0, 0.0), 1.0, (*RECAMMASTER,), ()
+        room, place, spread, films, commands = rooms.bare_room(draw), (-0.6, 0.0, 0.0), 1.0, (*rooms.RECAMMASTER,), ()
         shots = {
             name: dataclasses.replace(shot, speed=spec.translation, turn=spec.rotation)
-            for name, shot in RECAMMASTER.items()
+            for name, shot in rooms.RECAMMASTER.items()
         }
     start = _start_pose(draw, place, spread)
     names = (*films, *commands)
@@ -160,9 +151,9 @@ def _start_pose(draw: torch.Generator, place: tuple[float, float, float], spread
 
 def render_views(spec: WorldSpec, scenes: list[TinyScene], cameras: list[int]) -> Tensor:
     """Render videos (scenes * cameras, 3, T, h, w) fp32 in [0, 1], scene-major."""
-    rooms = stack_rooms([scene.room for scene in scenes for _ in cameras])
+    each = stack_rooms([scene.room for scene in scenes for _ in cameras])
     poses = torch.stack([scene.poses[camera] for scene in scenes for camera in cameras]).float()
-    return render_video(rooms, poses, spec.intrinsics(), spec.height, spec.width)
+    return render_video(each, poses, spec.intrinsics(), spec.height, spec.width)
 
 
 def caption(video: Tensor) -> str:

@@ -22,18 +22,9 @@ from typing import Any
 from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.runtime.checkpoints.resume import SUMMARY
 from flow_grpo.runtime.json_files import read_json_object
+from flow_grpo.settings import loading
 from flow_grpo.settings.checks import check
 from flow_grpo.settings.errors import ConfigError
-from flow_grpo.settings.loading import (
-    OF_EACH_START,
-    as_written,
-    differences,
-    from_dict,
-    knob_values,
-    load_config,
-    to_dict,
-    unchecked,
-)
 from flow_grpo.settings.schema import KNOBS, Config
 
 CONFIG, STARTS, CHECKPOINTS = "config.json", "starts", "checkpoints"
@@ -64,7 +55,7 @@ def configuration(spec: str, overrides: Sequence[str] = ()) -> tuple[Config, lis
     Raises:
         ConfigError: in one line, for anything that cannot work whatever the number of ranks.
     """
-    config = unchecked(spec, overrides)  # beside what a run keeps, these alone need not be valid
+    config = loading.unchecked(spec, overrides)  # beside what a run keeps, these alone need not be valid
     own = Path(config.output_root) / config.run_name
     run = _resumed_run(config, own)
     if run is None or not (run / CONFIG).is_file():
@@ -73,7 +64,7 @@ def configuration(spec: str, overrides: Sequence[str] = ()) -> tuple[Config, lis
             return config, [f"{run} holds no {CONFIG}: the configuration is that of {spec}"]
         fresh = config.resume == "auto" and not (own / SUMMARY).exists()  # a complete run is refused later
         return config, [f"nothing to resume in {own}: starts afresh"] if fresh else []
-    known = knob_values(read_json_object(run / CONFIG, "restore it, or start afresh under another run_name"))
+    known = loading.knob_values(read_json_object(run / CONFIG, "restore it, or start afresh under another run_name"))
     recipe = str((_latest(run) or {}).get("recipe", ""))
     if recipe and Path(recipe).name != Path(spec).name:  # "FILE:RECIPE" without folders
         if run.resolve() == own.resolve():
@@ -82,11 +73,12 @@ def configuration(spec: str, overrides: Sequence[str] = ()) -> tuple[Config, lis
                 "to change as --config.KNOB=VALUE, or another --config.run_name"
             )
         check(config)
-        lines = _changes(known, knob_values(to_dict(config)), f"differs from {run}, which was started from {recipe}")
+        now = loading.knob_values(loading.to_dict(config))
+        lines = _changes(known, now, f"differs from {run}, which was started from {recipe}")
         return config, [f"new run from a checkpoint of {run}, with the configuration of {spec}", *lines]
-    kept = {path: value for path, value in known.items() if path in KNOBS and path not in OF_EACH_START}
-    config = load_config(spec, overrides, kept)
-    now, in_recipe = (knob_values(to_dict(each)) for each in (config, _recipe_alone(spec, config)))
+    kept = {path: value for path, value in known.items() if path in KNOBS and path not in loading.OF_EACH_START}
+    config = loading.load_config(spec, overrides, kept)
+    now, in_recipe = (loading.knob_values(loading.to_dict(each)) for each in (config, _recipe_alone(spec, config)))
     lines = [f"goes on with the configuration of {run}, started from {recipe or spec}"]
     of_then = {path: value for path, value in now.items() if path in known}
     new = {path: value for path, value in now.items() if path not in known}
@@ -135,7 +127,7 @@ def record(run_folder: Path, config: Config, spec: str, checkpoint: Path | None,
         "commit": commit(),
         "python": sys.version.split()[0],
         "versions": {facts["Name"]: facts["Version"] for facts in (found.metadata for found in distributions())},
-        "config": to_dict(config),
+        "config": loading.to_dict(config),
     }
     before: dict[str, str] = {}
     files = _start_files(run_folder)
@@ -168,7 +160,7 @@ def configuration_of(run_folder: Path, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration that a run trained with last, with `overrides` as in `load_config` on top."""
     if not (run_folder / CONFIG).is_file():
         raise ValueError(f"{run_folder} has no {CONFIG}, must be the folder of a run, such as outputs/first")
-    return from_dict(read_json_object(run_folder / CONFIG, "restore it"), overrides)
+    return loading.from_dict(read_json_object(run_folder / CONFIG, "restore it"), overrides)
 
 
 def checkpoint_configuration(checkpoint: Path, overrides: Sequence[str] = ()) -> Config:
@@ -195,7 +187,7 @@ def next_commands(run_folder: Path, *, finished: int = 0, makes_videos: bool = T
     start = _latest(run_folder)
     if start is None:
         return []
-    config, again = from_dict(start["config"]), start["go_on"]
+    config, again = loading.from_dict(start["config"]), start["go_on"]
     further = f"{again} --config.max_minutes=0" if config.max_minutes else again
     if finished >= config.num_epochs:  # else the minutes ended it
         further += f" --config.num_epochs={2 * max(1, finished)}"
@@ -262,7 +254,7 @@ def _start_files(run_folder: Path) -> list[Path]:
 def _recipe_alone(spec: str, config: Config) -> Config:
     """Return the configuration of a recipe without overrides; `config` where a knob needs them."""
     try:
-        return unchecked(spec)
+        return loading.unchecked(spec)
     except ConfigError:
         return config
 
@@ -280,6 +272,6 @@ def _latest(run_folder: Path) -> dict[str, Any] | None:
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any], title: str) -> list[str]:
     """Return the title and a line "knob: before -> after" for every knob that differs; [] where none does."""
-    found = sorted(differences(as_written(before), as_written(after)).items())
+    found = sorted(loading.differences(loading.as_written(before), loading.as_written(after)).items())
     lines = [f"  {knob}: {was or 'not known'} -> {now}" for knob, (was, now) in found if now is not None]
     return [f"{title}:", *lines] if lines else []

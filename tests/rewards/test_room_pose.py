@@ -11,7 +11,7 @@ from flow_grpo.data.rooms import bare_room
 from flow_grpo.maths.pictures import blur
 from flow_grpo.maths.poses import PRESETS, pose, preset_path, rot_err, rotation_matrix, trans_err
 from flow_grpo.maths.room import render_video, stack_rooms
-from flow_grpo.rewards.room import room_pose
+from flow_grpo.rewards.room import room_fit, room_pose
 from flow_grpo.rewards.room.room_fit import RoomPoses, make_viewpoints
 from flow_grpo.rewards.room.room_pose import RoomPose, estimate_poses
 from tests.room_films import HEIGHT, INTRINSICS, WIDTH, Film, conditions, film, like_a_codec, reference_pose, viewpoints
@@ -108,7 +108,7 @@ def test_a_frame_is_found_from_its_neighbours_when_its_own_guesses_fail(monkeypa
     videos = still.videos.expand(-1, -1, 2, -1, -1)
     away = pose(rotation_matrix(torch.tensor([0.0, math.radians(100), 0.0])), torch.zeros(3))
     starts = (still.references.float() @ torch.stack([torch.eye(4), away.float()]))[:, None].expand(2, 4, 4, 4)
-    monkeypatch.setattr(room_pose, "guess", lambda view, guesses, count: starts)
+    monkeypatch.setattr(room_fit, "guess", lambda view, guesses, count: starts)
     found = estimate_poses(videos, viewpoints(still))
     assert trans_err(still.true, found.poses).max() < 0.05
 

@@ -20,16 +20,8 @@ from torch.quasirandom import SobolEngine
 from flow_grpo.maths.poses import pose, rot_err, rotation_matrix, trans_err
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.results import scored_rows
-from flow_grpo.rewards.room.room_fit import (
-    RoomPoses,
-    Viewpoints,
-    best,
-    find_viewpoints,
-    guess,
-    make_view,
-    read_off,
-    refine,
-)
+from flow_grpo.rewards.room import room_fit
+from flow_grpo.rewards.room.room_fit import RoomPoses, Viewpoints
 from flow_grpo.runtime.lru import LruCache
 
 SIZES = ((12, 2), (24, 3), (48, 2))  # of coarse, fine and finest pictures: columns, at most, rays per pixel and axis
@@ -63,18 +55,18 @@ def estimate_path(videos: Tensor, viewpoints: Viewpoints) -> RoomPoses:
     numbers = scored_frames(frames)
     images = rearrange(videos[:, :, numbers], "b c t h w -> (b t) c h w").float()
     by_frame = viewpoints.frames(numbers, frames)
-    coarse, finest = (make_view(by_frame, images, *size) for size in (SIZES[0], SIZES[2]))
-    fit = refine(coarse, guess(coarse, guesses(), STARTS), STEPS[0])
-    guessed = rearrange(best(fit.poses, fit.cost, 1), "(b t) 1 r c -> t b 1 r c", t=len(numbers))
+    coarse, finest = (room_fit.make_view(by_frame, images, *size) for size in (SIZES[0], SIZES[2]))
+    fit = room_fit.refine(coarse, room_fit.guess(coarse, guesses(), STARTS), STEPS[0])
+    guessed = rearrange(room_fit.best(fit.poses, fit.cost, 1), "(b t) 1 r c -> t b 1 r c", t=len(numbers))
     # Thin things make narrow valleys, which guesses may miss: a frame also starts from where the one before it ended.
     found = [viewpoints.references[:, None].float()] * 2
     for number, own in zip(numbers, guessed, strict=True):
-        fine = make_view(viewpoints.frames([number], frames), videos[:, :, number].float(), *SIZES[1])
+        fine = room_fit.make_view(viewpoints.frames([number], frames), videos[:, :, number].float(), *SIZES[1])
         ahead = found[-1] @ torch.linalg.inv(found[-2]) @ found[-1]
-        fit = refine(fine, torch.cat([own, found[-1], ahead], dim=1), STEPS[1])
-        found.append(best(fit.poses, fit.cost, 1))
+        fit = room_fit.refine(fine, torch.cat([own, found[-1], ahead], dim=1), STEPS[1])
+        found.append(room_fit.best(fit.poses, fit.cost, 1))
     poses = rearrange(found[2:], "t b 1 r c -> (b t) 1 r c")
-    return read_off(finest, refine(finest, poses, STEPS[2]), viewpoints)
+    return room_fit.read_off(finest, room_fit.refine(finest, poses, STEPS[2]), viewpoints)
 
 
 def find_paths(data_root: Path, videos: Tensor, conditions: Sequence[Condition]) -> tuple[RoomPoses | None, list[str]]:
@@ -82,7 +74,7 @@ def find_paths(data_root: Path, videos: Tensor, conditions: Sequence[Condition])
 
     A batch is measured once for all rewards, whatever the commands. The scenes in `data_root` hold `room.json`.
     """
-    rows, viewpoints, causes = find_viewpoints(data_root, conditions)
+    rows, viewpoints, causes = room_fit.find_viewpoints(data_root, conditions)
     if viewpoints is None:
         return None, causes
     chosen, numbers = videos[rows], scored_frames(videos.shape[2])

@@ -17,17 +17,8 @@ from torch import Tensor
 from flow_grpo.maths.poses import pose, rot_err, rotation_matrix, trans_err
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.results import scored_rows
-from flow_grpo.rewards.room.room_fit import (
-    RoomPoses,
-    Viewpoints,
-    best,
-    draw,
-    find_viewpoints,
-    guess,
-    make_view,
-    read_off,
-    refine,
-)
+from flow_grpo.rewards.room import room_fit
+from flow_grpo.rewards.room.room_fit import RoomPoses, Viewpoints
 
 SIZES = ((12, 2), (24, 3), (48, 2))  # of coarse, middle and fine pictures: columns, at most, rays per pixel and axis
 STARTS = 4  # initial poses of a frame that are refined
@@ -70,17 +61,17 @@ def estimate_poses(videos: Tensor, viewpoints: Viewpoints) -> RoomPoses:
     assert len(viewpoints) == batch, "a viewpoint for every video"
     images = rearrange(videos, "b c t h w -> (b t) c h w").float()
     by_frame = viewpoints.frames(range(frames), frames)
-    coarse, middle, fine = (make_view(by_frame, images, *size) for size in SIZES)
-    fit = refine(coarse, guess(coarse, initial_poses(), STARTS), 3)
-    poses = best(fit.poses, fit.cost, 2)
+    coarse, middle, fine = (room_fit.make_view(by_frame, images, *size) for size in SIZES)
+    fit = room_fit.refine(coarse, room_fit.guess(coarse, initial_poses(), STARTS), 3)
+    poses = room_fit.best(fit.poses, fit.cost, 2)
     own = rearrange(poses[:, 0], "(b t) r c -> b t r c", t=frames)
     before, after = torch.cat([own[:, :1], own[:, :-1]], dim=1), torch.cat([own[:, 1:], own[:, -1:]], dim=1)
     neighbours = rearrange(torch.stack([before, after], dim=2), "b t side r c -> (b t) side r c")
     poses = torch.cat([poses, neighbours], dim=1)
-    drawn = draw(middle, poses)[0].flatten(-2)
+    drawn = room_fit.draw(middle, poses)[0].flatten(-2)
     cost = (drawn - drawn.mean(-1, keepdim=True) - middle.colours).square().mean(dim=(0, -1))  # (N, M), look not fitted
-    fit = refine(middle, best(poses, cost, 2), 2)
-    return read_off(fine, refine(fine, best(fit.poses, fit.cost, 1), 3), viewpoints)
+    fit = room_fit.refine(middle, room_fit.best(poses, cost, 2), 2)
+    return room_fit.read_off(fine, room_fit.refine(fine, room_fit.best(fit.poses, fit.cost, 1), 3), viewpoints)
 
 
 def closeness(commanded: Tensor, found: Tensor, lost: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -132,7 +123,7 @@ class RoomPose:
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
         """Score (B, 3, T, h, w) videos in [0, 1]; not valid without room, reference pose or intrinsics."""
-        _, viewpoints, causes = find_viewpoints(self.data_root, conditions)
+        _, viewpoints, causes = room_fit.find_viewpoints(self.data_root, conditions)
 
         def score(rows: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
             assert viewpoints is not None, "called with rows that have one"
@@ -146,7 +137,7 @@ class RoomPose:
 
     def locate(self, videos: Tensor, conditions: Sequence[Condition]) -> Tensor:
         """Return the poses (B, T, 4, 4) found in (B, 3, T, h, w) videos, like the commands; NaN for lost frames."""
-        rows, viewpoints, _ = find_viewpoints(self.data_root, conditions)
+        rows, viewpoints, _ = room_fit.find_viewpoints(self.data_root, conditions)
         poses = torch.full((len(videos), videos.shape[2], 4, 4), torch.nan, dtype=torch.float64)
         if viewpoints is not None:
             poses[rows] = self.follow(videos[rows], viewpoints)

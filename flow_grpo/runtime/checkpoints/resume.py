@@ -7,17 +7,7 @@ import os
 import uuid
 from pathlib import Path
 
-from flow_grpo.runtime.checkpoints.checkpoint import (
-    REMOVED,
-    TEMPORARY,
-    damage,
-    path_of,
-    published,
-    read_manifest,
-    remove,
-    shared_damage,
-    step_of,
-)
+from flow_grpo.runtime.checkpoints import checkpoint
 from flow_grpo.runtime.ranks.process_group import InputError, World
 
 GIVEN_UP = "given_up_"  # prefix of checkpoints later than the one a run went back to
@@ -76,8 +66,8 @@ def latest(folder: Path, *, world: World) -> Path | None:
     """
     found, problems = "", []
     with world.sync_errors("looking for a checkpoint"):
-        for path in reversed(published(folder)) if world.is_main else ():
-            if not (problem := damage(path)):
+        for path in reversed(checkpoint.published(folder)) if world.is_main else ():
+            if not (problem := checkpoint.damage(path)):
                 found = path.name
                 break
             problems.append(f"{path.name}: {problem}")
@@ -107,13 +97,13 @@ def resolve(resume: str, folder: Path, *, world: World) -> Path | None:
             _refuse_complete(folder, world)
         return path
     given = Path(os.path.realpath(resume))  # Path.resolve raises at a link to itself
-    if resume and (problem := shared_damage(given, world)):
+    if resume and (problem := checkpoint.shared_damage(given, world)):
         raise ValueError(
-            f"resume={resume!r} is not a usable checkpoint: {problem}; give a folder such as {path_of(folder, 10)} or "
-            "'auto'"
+            f"resume={resume!r} is not a usable checkpoint: {problem}; give a folder such as "
+            f"{checkpoint.path_of(folder, 10)} or 'auto'"
         )
     foreign = not resume or given.parent != folder.resolve()
-    existing = world.broadcast_text(", ".join(path.name for path in published(folder)) if foreign else "")
+    existing = world.broadcast_text(", ".join(path.name for path in checkpoint.published(folder)) if foreign else "")
     if existing:
         raise ValueError(f"{folder} already holds {existing}; use resume='auto' to go on or another run_name")
     if foreign:
@@ -134,9 +124,9 @@ def _refuse_complete(folder: Path, world: World) -> None:
 def _go_back(given: Path, folder: Path) -> None:
     # All checkpoints later than `given` are archived, the last first. An archived one gets its published name back: its
     # step is that of its manifest.
-    place = path_of(folder, read_manifest(given)["step"])
-    for path in reversed(published(folder)):
-        if step_of(path) >= step_of(place) and path != given:
+    place = checkpoint.path_of(folder, checkpoint.read_manifest(given)["step"])
+    for path in reversed(checkpoint.published(folder)):
+        if checkpoint.step_of(path) >= checkpoint.step_of(place) and path != given:
             aside = path.with_name(GIVEN_UP + path.name)
             os.rename(path, aside.with_name(f"{aside.name}-{uuid.uuid4().hex[:8]}") if aside.exists() else aside)
     if place != given:
@@ -152,11 +142,11 @@ def remove_stale(folder: Path, *, world: World) -> None:
         RuntimeError: on every rank, if a folder cannot be read or renamed.
     """
     with world.sync_errors("removing stale checkpoints"):
-        for path in sorted(folder.glob(f"checkpoint_*{TEMPORARY}*")) if world.is_main else ():
-            final = path.with_name(path.name.partition(TEMPORARY)[0])
-            if final.exists() or damage(path):
-                remove(path)
+        for path in sorted(folder.glob(f"checkpoint_*{checkpoint.TEMPORARY}*")) if world.is_main else ():
+            final = path.with_name(path.name.partition(checkpoint.TEMPORARY)[0])
+            if final.exists() or checkpoint.damage(path):
+                checkpoint.remove(path)
             else:
                 os.rename(path, final)
-        for path in folder.glob(f"checkpoint_*{REMOVED}*") if world.is_main else ():
-            remove(path)
+        for path in folder.glob(f"checkpoint_*{checkpoint.REMOVED}*") if world.is_main else ():
+            checkpoint.remove(path)

@@ -26,20 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from flow_grpo.runtime.checkpoints import state_files
-from flow_grpo.runtime.checkpoints.checkpoint import (
-    FORMAT,
-    MANIFEST,
-    REMOVED,
-    TEMPORARY,
-    files_of,
-    path_of,
-    published,
-    read_manifest,
-    remove,
-    sha256,
-    step_of,
-)
+from flow_grpo.runtime.checkpoints import checkpoint, state_files
 from flow_grpo.runtime.ranks.process_group import World
 
 _log = logging.getLogger(__name__)
@@ -123,8 +110,8 @@ def begin(
     Raises:
         RuntimeError: on every rank, if the folder cannot be made on rank 0 or a state cannot be saved.
     """
-    final = path_of(folder, step)
-    partial = folder / world.broadcast_text(f"{final.name}{TEMPORARY}{uuid.uuid4().hex[:8]}")
+    final = checkpoint.path_of(folder, step)
+    partial = folder / world.broadcast_text(f"{final.name}{checkpoint.TEMPORARY}{uuid.uuid4().hex[:8]}")
     trees = ({"state": state} if world.is_main else {}) | {f"rank_{world.all.rank}": per_rank}
     copies = _copied(trees, partial, world)
     given_up = threading.Event()
@@ -137,10 +124,10 @@ def begin(
     def publish() -> None:
         files = _noted(partial, world.all.size, given_up) if world.is_main else None
         if files is not None:
-            manifest: dict[str, Any] = {"format": FORMAT, "step": step, "world_size": world.all.size}
+            manifest: dict[str, Any] = {"format": checkpoint.FORMAT, "step": step, "world_size": world.all.size}
             manifest |= {"identity": dict(identity), "score": score, "files": files}
-            (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
-            state_files.fsync(partial / MANIFEST)
+            (partial / checkpoint.MANIFEST).write_text(json.dumps(manifest, indent=1))
+            state_files.fsync(partial / checkpoint.MANIFEST)
             state_files.fsync(partial)
             _publish(partial, final)
             _prune(folder, step, keep)
@@ -168,7 +155,7 @@ def _copied(trees: Mapping[str, Mapping[str, Any]], partial: Path, world: World)
 def _leave_note(partial: Path, rank: int, stems: Sequence[str]) -> None:
     # Sizes and hashes of this rank's files, beside them; renamed, so that they are there at once.
     files = [path for stem in stems for path in state_files.paths(partial / stem)]
-    listed = {path.name: {"size": path.stat().st_size, "sha256": sha256(path)} for path in files}
+    listed = {path.name: {"size": path.stat().st_size, "sha256": checkpoint.sha256(path)} for path in files}
     note = _note(partial, rank)
     begun = note.with_suffix(".begun")
     begun.write_text(json.dumps(listed))
@@ -189,7 +176,7 @@ def _noted(partial: Path, world_size: int, given_up: threading.Event) -> dict[st
                 return None
         listed |= json.loads(note.read_text())
         note.unlink()
-    ordered = [path.name for path in files_of(partial, world_size)]
+    ordered = [path.name for path in checkpoint.files_of(partial, world_size)]
     for name in ordered:  # a network file system may show a note before its files
         while not (partial / name).exists() or (partial / name).stat().st_size != listed[name]["size"]:
             if given_up.wait(LOOK_S):
@@ -207,29 +194,29 @@ def _publish(partial: Path, final: Path) -> None:
         raise
     state_files.fsync(final.parent)
     if replaced is not None:
-        remove(replaced)
+        checkpoint.remove(replaced)
 
 
 def _prune(folder: Path, step: int, keep: int) -> None:
-    existing = published(folder)
-    current = [path for path in existing if step_of(path) <= step]
+    existing = checkpoint.published(folder)
+    current = [path for path in existing if checkpoint.step_of(path) <= step]
     scores = {path: score for path in current if (score := _score(path)) is not None}
-    best = max(scores, key=lambda path: (scores[path], step_of(path)), default=None)
+    best = max(scores, key=lambda path: (scores[path], checkpoint.step_of(path)), default=None)
     for path in existing:
         if path not in current[-keep:] and path != best:
-            remove(_set_aside(path))  # renamed first: a process killed half-way must not leave a damaged checkpoint
+            checkpoint.remove(_set_aside(path))  # renamed first: a process killed half-way must leave no damaged one
 
 
 def _score(path: Path) -> float | None:
     # None if it is missing, unreadable or not finite.
     try:
-        score = read_manifest(path)["score"]
+        score = checkpoint.read_manifest(path)["score"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return score if isinstance(score, float) and math.isfinite(score) else None
 
 
 def _set_aside(path: Path) -> Path:
-    doomed = path.with_name(f"{path.name}{REMOVED}{uuid.uuid4().hex[:8]}")
+    doomed = path.with_name(f"{path.name}{checkpoint.REMOVED}{uuid.uuid4().hex[:8]}")
     os.rename(path, doomed)
     return doomed
