@@ -110,17 +110,6 @@ def guidance_in_the_rollout_only() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def the_last_step_trained() -> Iterator[None]:
-    """The stochastic steps end with the schedule's last."""
-
-    def window_of(self, gid):
-        return (len(self.sigmas) - 3, len(self.sigmas) - 2)
-
-    with mock.patch.object(Sampling, "window_of", window_of):
-        yield
-
-
-@contextlib.contextmanager
 def rounded_latents(*modules) -> Iterator[None]:
     """Stored latents are rounded after they were scored, in what these modules roll out; by default everywhere."""
     roll = denoise.rollout

@@ -38,7 +38,7 @@ def test_a_sound_recipe_passes_every_check(places):
     code, findings = examined(words(places, model__trained="lora", train__kl_coef=0.1))
     assert (code, statuses(findings, "fail")) == (0, set()), findings
     machine = {"disk", "shared_memory", "versions", "device", "backends", "run_folder"}
-    schedule = {"evaluation", "guidance", "steps", "ode_limit", "window", "window_on_ranks", "last_step"}
+    schedule = {"evaluation", "guidance", "steps", "ode_limit", "window", "window_on_ranks"}
     weights = {"adapters", "weights", "rate"}
     batch = {"rows", "residuals", "latents_fp32", "ratio", "ratio_by_batch_size", "noise"}
     epoch = {"rewards", "reward_order", "signal", "groups", "clip", "kl", "ratio_in_update", "update"}
@@ -51,12 +51,6 @@ def test_the_clip_range_is_checked_for_the_recipe_s_number_of_updates(places):
     changes = {"train__clip_range": 9e-3, "train__guard": True, "sample__num_batches_per_epoch": 2}
     _, findings = examined(words(places, train__updates_per_epoch=2, **changes))
     assert findings["clip"]["status"] == "warn", findings["clip"]
-
-
-def test_a_last_step_that_is_trained_fails(places):
-    code, findings = examined(words(places), doctor_cases.the_last_step_trained)
-    assert (code, findings["last_step"]["status"]) == (1, "fail")
-    assert "step 5 is trained" in findings["last_step"]["measured"]
 
 
 def test_lora_names_that_match_nothing_are_a_failed_check(places):

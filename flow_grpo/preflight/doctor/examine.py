@@ -33,7 +33,7 @@ FAST: Mapping[str, Check] = {"rollout": examine_probe}
 """Name of the finding where a check cannot be made -> check."""
 
 # Without these no step can be sampled: not every one is a Gaussian, the same on all ranks.
-NEEDED_TO_SAMPLE = {"steps", "window", "window_on_ranks", "last_step", "rollout"}
+NEEDED_TO_SAMPLE = {"steps", "window", "window_on_ranks", "rollout"}
 WAY_OUT = "training itself would stop here: fix what the message names"
 
 

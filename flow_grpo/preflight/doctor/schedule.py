@@ -69,7 +69,7 @@ def examine_schedule(trainer: Trainer) -> Iterator[Finding]:
     if steps.status != "fail":
         yield check_ode_limit(settings, allowed)
     windows = [settings.window_of(gid) for gid in range(GROUPS)]
-    yield from check_window(windows, allowed, len(settings.sigmas) - 1)
+    yield check_window(windows, allowed, len(settings.sigmas) - 1)
     what = f"stochastic steps of {GROUPS} groups, first {windows[0]},"
     way_out = "draw them from (seed, gid) only: the copies of a group must share them"
     yield equal_on_ranks("window_on_ranks", str(windows), what, trainer.world, way_out)
@@ -144,17 +144,12 @@ def check_ode_limit(sampling: Sampling, steps: Sequence[int]) -> Finding:
     return finding("ode_limit", message, fail="" if worst <= ODE_TOLERANCE else way_out)
 
 
-def check_window(windows: Sequence[Sequence[int]], allowed: Sequence[int], num_steps: int) -> list[Finding]:
+def check_window(windows: Sequence[Sequence[int]], allowed: Sequence[int], num_steps: int) -> Finding:
     """Check the stochastic steps of some groups: inside the schedule and `sde_steps`, and never the last step."""
     steps, last = sorted({step for window in windows for step in window}), num_steps - 1
     outside = [step for step in steps if not 0 <= step < num_steps or step not in allowed]
     wrong = "" if steps and not outside else f"steps {outside} are not in sample.sde_steps={tuple(allowed)}"
-    trained = last in steps
-    no_density = f"keep sample.sde_steps within 0..{last - 1}: the last step has no density" if trained else ""
-    return [
-        finding("window", f"steps {steps} of 0..{last} over {len(windows)} groups", fail=wrong),
-        finding("last_step", f"step {last} is {'trained' if trained else 'deterministic'}", fail=no_density),
-    ]
+    return finding("window", f"steps {steps} of 0..{last} over {len(windows)} groups", fail=wrong)
 
 
 def check_guidance(training: Guidance, evaluation: Guidance) -> Finding:
