@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from flow_grpo.judging.table import EQUAL, Table, common_rows
 from flow_grpo.maths.bootstrap import LEVEL, Interval, mean_interval
@@ -41,12 +40,6 @@ def at_equal_travel(before: Table, after: Table) -> Table:
     return dataclasses.replace(after, values=values)
 
 
-def _with_slope(changes: Tensor, moved: Tensor) -> Tensor:
-    """Return changes at equal travel (n,) such that their mean varies as much as with a line fitted anew each time."""
-    around, mean = moved - moved.mean(), changes.mean()
-    return mean + (1 - moved.mean() * around / around.square().mean().clamp_min(1e-12)) * (changes - mean)
-
-
 def paired_changes(before: Table, after: Table, level: float = LEVEL) -> dict[str, Interval]:
     """Return `eval/` name -> mean of after - before over the conditions with a value both times.
 
@@ -64,8 +57,10 @@ def paired_changes(before: Table, after: Table, level: float = LEVEL) -> dict[st
             rows = [row for row, known in enumerate(differences.isfinite().tolist()) if known]
             if rows:
                 scenes, own = [after.scenes[now[row]] for row in rows], differences[rows]
-                if name.startswith(EQUAL) and not ending:
-                    own = _with_slope(own, (after.values[TRAVEL][now] - before.values[TRAVEL][then])[rows])
+                if name.startswith(EQUAL) and not ending:  # their mean varies as if the line were fitted anew each time
+                    moved = (after.values[TRAVEL][now] - before.values[TRAVEL][then])[rows]
+                    around, mean = moved - moved.mean(), own.mean()
+                    own = mean + (1 - moved.mean() * around / around.square().mean().clamp_min(1e-12)) * (own - mean)
                 change = mean_interval(own.tolist(), scenes, level=level, least=LEAST_SCENES)
                 found[f"eval/{name}{ending}"] = change
     return found

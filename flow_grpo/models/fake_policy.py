@@ -84,7 +84,7 @@ class FakePolicy(WanPolicy):
                 model=dataclasses.replace(own, inputs=inputs),  # making them may look at values, which fakes have not
                 transformer=transformer,
                 codec=Codec(codec, open_codec, "fake", device=device, **untiled),
-                texts=_FakeTextEncoder(settings["text_dim"]),
+                texts=_FakeTextEncoder(_no_network, _no_network, "fake", width=settings["text_dim"], device=device),
             )
             super().__init__(
                 networks,
@@ -153,9 +153,6 @@ class FakeAdapter(nn.Module):
 
 class _FakeTextEncoder(TextEncoder):
     """Returns embeddings of the right shape; there is no network behind it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(_no_network, _no_network, "fake", width=width, device=torch.device("cpu"))
 
     def embed(self, prompt: str, max_tokens: int) -> Tensor:  # noqa: ARG002 - the longest prompt stands for all
         """Return (max_tokens, D) embeddings."""

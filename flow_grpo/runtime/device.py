@@ -217,11 +217,6 @@ def process_group_backend(device: torch.device) -> str:
     return {"npu": "cpu:gloo,npu:hccl", "cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}[device.type]
 
 
-def accelerator_kwargs(device: torch.device) -> dict[str, Any]:
-    """Arguments for `accelerate.Accelerator`; without cpu=True it ignores a CPU process group."""
-    return {"cpu": True} if device.type == "cpu" else {}
-
-
 def autocast(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> AbstractContextManager[Any]:
     """Autocast context for `dtype`; for fp32 a null context."""
     return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)

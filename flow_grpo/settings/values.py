@@ -94,11 +94,6 @@ def parse_rule(text: str) -> tuple[str, bool, float]:
     raise ValueError("must be METRIC<BOUND or METRIC>BOUND; pass for example eval_change/target_view_psnr_db<-3")
 
 
-def _check_rule(value: str) -> str:
-    parse_rule(value)
-    return value
-
-
 # Strict types: True is not a number, and 8.0 is not a whole one.
 Bool = StrictBool
 Int = Annotated[StrictInt, _must(lambda value: abs(value) < 10**18, "must be a whole number of at most 18 digits")]
@@ -139,7 +134,7 @@ Bucket = Annotated[
     ),
 ]
 Pattern = Annotated[Text, AfterValidator(_compile)]
-Rule = Annotated[Text, AfterValidator(_check_rule)]
+Rule = Annotated[Text, AfterValidator(lambda value: parse_rule(value) and value)]
 Frames = Annotated[
     Int,
     _must(

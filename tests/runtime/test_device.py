@@ -291,7 +291,6 @@ def test_every_function_works_on_the_cpu(tmp_path: Path) -> None:
     device_api.empty_cache(CPU)
     device_api.reset_peak_memory(CPU)
     assert device_api.process_group_backend(CPU) == "gloo"
-    assert device_api.accelerator_kwargs(CPU) == {"cpu": True}
     assert device_api.supports_bf16(CPU)
     assert device_api.attention_backends(CPU) == ("native", "_native_math")
     for dtype in (torch.float32, torch.bfloat16):
@@ -401,11 +400,7 @@ def observe_npu() -> dict[str, Any]:
     os.environ["LOCAL_RANK"] = "1"
     seen["with cuda"] = str(device_api.resolve())
     seen["memory"] = device_api.memory(device)
-    seen["answers"] = (
-        device_api.supports_bf16(device),
-        device_api.attention_backends(device),
-        device_api.accelerator_kwargs(device),
-    )
+    seen["answers"] = device_api.supports_bf16(device), device_api.attention_backends(device)
     seen["backend"] = device_api.process_group_backend(device)
     with device_api.autocast(device):
         seen["autocast"] = (torch.is_autocast_enabled("npu"), torch.get_autocast_dtype("npu"))
@@ -444,7 +439,7 @@ def test_the_npus_module_is_called_for_this_ranks_device(npu: dict[str, Any]) ->
     assert npu["state"] == {"cpu": torch.uint8, "npu": torch.uint8}
     assert npu["restored"] == ("set_rng_state", str(torch.full((16,), 7, dtype=torch.uint8)), "npu:3")
     assert npu["foreign"] == [], "the random state of a CUDA run"
-    assert npu["answers"] == (True, ("native", "_native_npu"), {})
+    assert npu["answers"] == (True, ("native", "_native_npu"))
     assert npu["backend"] == "cpu:gloo,npu:hccl"
     assert npu["autocast"] == (True, torch.bfloat16)
 

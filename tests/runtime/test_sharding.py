@@ -227,7 +227,7 @@ def test_an_accelerator_with_another_number_of_processes_is_refused() -> None:
 
 
 def test_an_accelerator_on_another_kind_of_device_is_refused(monkeypatch) -> None:
-    monkeypatch.setattr(accelerate, "Accelerator", lambda: types.SimpleNamespace(num_processes=1, device=CPU))
+    monkeypatch.setattr(accelerate, "Accelerator", lambda cpu: types.SimpleNamespace(num_processes=1, device=CPU))
     with pytest.raises(RuntimeError, match=r"to cpu.*device is cuda:0; unset ACCELERATE_USE_CPU"):
         accelerator(torch.device("cuda", 0), World())
 

@@ -31,18 +31,15 @@ READING = (
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
-    kinds = sorted({row["camera_type"] for row in rows}, key=_natural_order)
+    # By numbers in the names: cam_type9 before cam_type10.
+    parts = {row["camera_type"]: re.findall(r"(\D*)(\d*)", row["camera_type"]) for row in rows}
+    kinds = sorted(parts, key=lambda kind: [(word, int(number or 0)) for word, number in parts[kind]])
     return {
         "reading": READING,
         "interval": f"{LEVEL:.0%} bootstrap over sources, {DRAWS} draws",
         **_group(rows),
         "camera_types": {kind: _group([row for row in rows if row["camera_type"] == kind]) for kind in kinds},
     }
-
-
-def _natural_order(name: str) -> list[tuple[str, int]]:
-    """Return a sort key that orders cam_type9 before cam_type10."""
-    return [(word, int(number or 0)) for word, number in re.findall(r"(\D*)(\d*)", name)]
 
 
 def _group(rows: Sequence[Row]) -> dict[str, Any]:

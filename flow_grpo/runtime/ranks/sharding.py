@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.ranks.process_group import World
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def accelerator(device: torch.device, world: World) -> Accelerator:
     from accelerate import Accelerator
 
     threads = torch.get_num_threads()
-    made = Accelerator(**device_api.accelerator_kwargs(device))
+    made = Accelerator(cpu=device.type == "cpu")  # otherwise it ignores a CPU process group
     torch.set_num_threads(threads)  # on CPU ranks, accelerate changes the number if OMP_NUM_THREADS is not set
     if made.num_processes != world.all.size:
         raise RuntimeError(
