@@ -16,7 +16,7 @@ import re
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
@@ -116,14 +116,11 @@ def check_scene(args: argparse.Namespace, folder: Path) -> SceneReport:
     if commands.is_dir():
         _check_cameras(args, commands, None, frames, report)
     for video in videos:
-        try:
-            read_depth(video, 8, 8)
-        except ValueError as error:
-            report.problems.append((depth_file(video).relative_to(args.root).as_posix(), str(error)))
+        _tried(report, depth_file(video).relative_to(args.root).as_posix(), read_depth, video, 8, 8)
     _check_captions(args.root, folder, videos, report)
     for file in (folder / multicam.PRESETS_JSON, commands / multicam.PRESETS_JSON):
         if file.is_file():
-            _read_object(file, file.relative_to(args.root).as_posix(), report)
+            _tried(report, file.relative_to(args.root).as_posix(), read_json_object, file, BAD_JSON)
     # Messages of the library contain absolute paths; the report's are relative to the root.
     report.problems = [(file, text.replace(f"{args.root}{os.sep}", "")) for file, text in report.problems]
     return report
@@ -165,7 +162,7 @@ def _check_cameras(
     """Check the poses of these cameras; None: of all that the file names."""
     file = folder / multicam.CAMERAS_JSON
     name = file.relative_to(args.root).as_posix()
-    content = _read_object(file, name, report)
+    content: dict[str, Any] | None = _tried(report, name, read_json_object, file, BAD_JSON)
     if content is None:
         return
     frames = frames or sum(1 for key in content if re.fullmatch(r"frame\d+", key))
@@ -213,12 +210,8 @@ def _check_captions(root: Path, folder: Path, videos: Sequence[Path], report: Sc
         return
     name = file.relative_to(root).as_posix()
     report.captions = 0
-    try:
-        table = captions.read_captions(file)
-    except ValueError as error:
-        report.problems.append((name, str(error)))
-        return
-    for video in videos:
+    table: captions.Captions | None = _tried(report, name, captions.read_captions, file)
+    for video in videos if table is not None else ():
         texts = captions.captions_of(video, file, table)
         if len(texts) == 1 and texts[0].strip():
             report.captions += 1
@@ -228,9 +221,10 @@ def _check_captions(root: Path, folder: Path, videos: Sequence[Path], report: Sc
             )
 
 
-def _read_object(file: Path, name: str, report: SceneReport) -> dict[str, Any] | None:
+def _tried(report: SceneReport, name: str, read: Callable[..., Any], *words: Any) -> Any:
+    """Return what is read; None where that is refused, which is a problem of the file `name`."""
     try:
-        return read_json_object(file, BAD_JSON)
+        return read(*words)
     except ValueError as error:
         report.problems.append((name, str(error)))
         return None
