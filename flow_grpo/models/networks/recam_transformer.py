@@ -14,17 +14,10 @@ from diffusers.configuration_utils import register_to_config
 from einops import rearrange
 from torch import Tensor, nn
 
-from flow_grpo.models.networks.wan_blocks import (
-    CameraBlock,
-    Positions,
-    SelfAttnProcessor,
-    VideoToVideoWan,
-    cast_norms,
-    rotary_pairs,
-)
+from flow_grpo.models.networks import wan_blocks
 
 
-class ReCamTransformerBlock(CameraBlock):
+class ReCamTransformerBlock(wan_blocks.CameraBlock):
     """A Wan block that adds the camera before self-attention and a linear `projector` after it."""
 
     def __init__(
@@ -39,8 +32,8 @@ class ReCamTransformerBlock(CameraBlock):
     ) -> None:
         super().__init__(dim, ffn_dim, num_heads, qk_norm, cross_attn_norm, eps)  # type: ignore[arg-type]
         for attention in (self.attn1, self.attn2):
-            cast_norms(attention, eps)
-        self.attn1.set_processor(SelfAttnProcessor())  # type: ignore[arg-type]
+            wan_blocks.cast_norms(attention, eps)
+        self.attn1.set_processor(wan_blocks.SelfAttnProcessor())  # type: ignore[arg-type]
         self.cam_encoder = nn.Linear(camera_dim, dim)
         self.projector = nn.Linear(dim, dim)
         nn.init.zeros_(self.cam_encoder.weight)
@@ -48,7 +41,9 @@ class ReCamTransformerBlock(CameraBlock):
         nn.init.eye_(self.projector.weight)
         nn.init.zeros_(self.projector.bias)
 
-    def self_attention(self, tokens: Tensor, rotary_emb: Positions, camera: Tensor, queries: int | None) -> Tensor:
+    def self_attention(
+        self, tokens: Tensor, rotary_emb: wan_blocks.Positions, camera: Tensor, queries: int | None
+    ) -> Tensor:
         """Return the output for cameras (B, F, camera_dim) of the target, added to both halves of the tokens."""
         # One embedding per frame is added to all tokens of that frame, in both the target and the source half.
         encoded = rearrange(self.cam_encoder(camera).type_as(tokens), "b f d -> b 1 f 1 d")
@@ -58,7 +53,7 @@ class ReCamTransformerBlock(CameraBlock):
         return attended
 
 
-class ReCamTransformer3DModel(VideoToVideoWan):
+class ReCamTransformer3DModel(wan_blocks.VideoToVideoWan):
     """Wan 2.1 text-to-video transformer with ReCamMaster's camera conditioning.
 
     `cam_encoder` is initialized to zero and `projector` to the identity, so a new model computes exactly what base Wan
@@ -137,7 +132,7 @@ class ReCamTransformer3DModel(VideoToVideoWan):
                 "[target | source] on the frame axis with one camera per target frame"
             )
         grid = self.grid(hidden_states, timestep)
-        positions = self.positions(rotary_pairs(self.rope(hidden_states)), grid)
+        positions = self.positions(wan_blocks.rotary_pairs(self.rope(hidden_states)), grid)
         tokens = rearrange(self.patch_embedding(hidden_states), "b d f h w -> b (f h w) d")
         tokens = positions.share.cut(tokens).contiguous()
         temb, modulation, text, _ = self.condition_embedder(timestep, encoder_hidden_states)

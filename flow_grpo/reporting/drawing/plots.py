@@ -50,7 +50,10 @@ def draw_curves(
     across = max(map(len, lines), default=1)
     figure = new_figure(figsize=(4.3 * across, 3.1 * max(1, len(lines)) + 0.5), dpi=100, layout="constrained")
     figure.suptitle(title, fontsize=12)
-    figure.supxlabel(_label(rows), fontsize=9)
+    minutes, (_, forwards) = _minutes(rows)[1], points(rows, "system/forward_equivalents")
+    costs = [f"{minutes[-1]:.3g} minutes of training"] if len(minutes) else []
+    costs += [f"{forwards[-1]:,.0f} forward equivalents of the network"] if len(forwards) else []
+    figure.supxlabel("epoch" + (f"   ({max(rows)} epochs: {', '.join(costs)})" if costs else ""), fontsize=9)
     for number, line in enumerate(lines):
         for place, panel in enumerate(line):
             axes = figure.add_subplot(len(lines), across, number * across + place + 1)
@@ -125,13 +128,6 @@ def _rewards(rows: Rows, names: Sequence[str]) -> list[str]:
     means = [name for name in names if name.startswith("reward/") and name.endswith("_mean")]
     used = [name for name in means if points(rows, f"{name.removesuffix('_mean')}_weight")[1].any()]
     return used or means or [name for name in names if name == "reward/mean"]
-
-
-def _label(rows: Rows) -> str:
-    minutes, (_, forwards) = _minutes(rows)[1], points(rows, "system/forward_equivalents")
-    costs = [f"{minutes[-1]:.3g} minutes of training"] if len(minutes) else []
-    costs += [f"{forwards[-1]:,.0f} forward equivalents of the network"] if len(forwards) else []
-    return "epoch" + (f"   ({max(rows)} epochs: {', '.join(costs)})" if costs else "")
 
 
 def _minutes(rows: Rows) -> tuple[NDArray[Any], NDArray[Any]]:
