@@ -8,7 +8,7 @@ import pytest
 from flow_grpo.data.multicam import Scene
 from flow_grpo.data.prompts import PromptDataset, read_prompts
 from flow_grpo.data.splits import held_out_data, set_aside, training_data, whole_splits
-from flow_grpo.settings.loading import ConfigError, load_config
+from flow_grpo.settings.loading import load_config
 from tests.test_train_grpo import ROOT
 
 SIZE = (5, 32, 32)
@@ -65,18 +65,6 @@ def test_the_splits_of_a_recipe_of_prompts_are_its_files(monkeypatch):
     train.check_apart(report)
     with pytest.raises(ValueError, match=r"1 prompts of b.txt are in a.txt, too, such as 'a cat'"):
         PromptDataset(["a cat"], SIZE, 24.0, "a.txt").check_apart(PromptDataset(["a cat", "b"], SIZE, 24.0, "b.txt"))
-
-
-@pytest.mark.parametrize(
-    ("knob", "message"),
-    [
-        ("data.eval_prompts=", "must name a file of held-out prompts while data.prompts is set"),
-        ("data.buckets=5x32x32", "must be empty with data.prompts"),
-    ],
-)
-def test_settings_that_do_not_go_with_prompts_are_refused(knob, message):
-    with pytest.raises(ConfigError, match=message):
-        load_config(f"{ROOT}/config/grpo.py:tiny_wan_t2v", [f"--config.{knob}"])
 
 
 def test_scenes_are_set_aside_by_name_whatever_their_order_and_number():

@@ -34,6 +34,11 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         ("data.eval_split=train/part", ["data.eval_split: got 'train/part'", "must lie apart"]),
         ("data.eval_split=./train", ["data.eval_split: got './train'", "must lie apart"]),
         ("data.train_split=val/part", ["data.eval_split: got 'val'", "must lie apart"]),
+        ("data.prompts=a.txt", ["data.eval_prompts: got ''", "must name a file of held-out prompts"]),
+        (
+            "data.prompts=a.txt data.eval_prompts=b.txt data.buckets=5x32x32",
+            ["data.buckets: got", "must be empty"],
+        ),
         ("model.vae_tiles=recammaster", ["model.vae_tiles: got 'recammaster'", "--config.model.vae_tiling=true"]),
         ("model.trained=lora model.lora_targets=", ["model.lora_targets: got ''", "model.trained=camera"]),
         ("sample.num_image_per_prompt=3", ["sample.num_image_per_prompt: got 3", "sample.k=8"]),

@@ -2,8 +2,6 @@
 
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -14,6 +12,7 @@ from flow_grpo.maths import advantages, schedule, sde
 from flow_grpo.settings.loading import ConfigError, load_config
 from flow_grpo.settings.reference import help_text, page
 from flow_grpo.settings.schema import KNOBS, Config, Knob
+from tests.tools.test_commands import without_torch
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = f"{ROOT}/config/base.py:get_config"
@@ -168,18 +167,10 @@ def test_the_page_of_all_knobs_is_not_stale() -> None:
     assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == page()
 
 
-def without_torch(*words: str) -> subprocess.CompletedProcess[str]:
-    code = (
-        "import runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; "
-        "runpy.run_path(sys.argv[0], run_name='__main__')"
-    )
-    return subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, check=False, capture_output=True, text=True)
-
-
 def test_the_help_of_training_and_the_refusal_of_a_knob_need_no_torch() -> None:
-    done = without_torch("train_grpo.py", "--help")
+    done = without_torch(ROOT, "../train_grpo", "--help")
     assert "--config FILE:RECIPE" in done.stdout and "\n  train.learning_rate=" in done.stdout
-    done = without_torch("train_grpo.py", "--config", "config/grpo.py:tiny_recam", "--config.sample.kk=4")
+    done = without_torch(ROOT, "../train_grpo", "--config", "config/grpo.py:tiny_recam", "--config.sample.kk=4")
     assert done.returncode == 2 and done.stderr.startswith(
         "error: config.sample.kk: no such knob (did you mean sample.k?)"
     )
