@@ -9,18 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from tests.reference_recam import (
-    State,
-    gelu_tanh,
-    layer_norm,
-    linear,
-    patchify,
-    rms_norm,
-    rotary_angles,
-    silu,
-    sinusoid,
-    unpatchify,
-)
+from tests import reference_recam as recam
 
 
 def ray(camera: list[float], row: int, column: int) -> list[float]:
@@ -45,7 +34,7 @@ def plucker_video(path: Tensor, height: int, width: int, stride: int) -> Tensor:
     return video
 
 
-def conv3x3(state: State, name: str, x: Tensor) -> Tensor:
+def conv3x3(state: recam.State, name: str, x: Tensor) -> Tensor:
     """[C, h, w] -> [D, h, w] with a border of zeros."""
     weight, (_, height, width) = state[f"{name}.weight"], x.shape
     padded = torch.zeros(x.shape[0], height + 2, width + 2, dtype=x.dtype)
@@ -58,7 +47,7 @@ def conv3x3(state: State, name: str, x: Tensor) -> Tensor:
     return out + state[f"{name}.bias"][:, None, None]
 
 
-def adapter(state: State, rays: Tensor, spatial: int, patch: tuple[int, int]) -> Tensor:
+def adapter(state: recam.State, rays: Tensor, spatial: int, patch: tuple[int, int]) -> Tensor:
     """Rays [24, F, h, w] -> one embedding per token [tokens, D]."""
     tokens = []
     for frame in rays.unbind(1):
@@ -90,57 +79,57 @@ def turn(x: Tensor, angles: Tensor) -> Tensor:
     return torch.view_as_real(numbers * torch.exp(1j * angles)).reshape(x.shape)
 
 
-def phase(state: State, name: str, camera: Tensor, heads: int, pairs: int) -> Tensor:
+def phase(state: recam.State, name: str, camera: Tensor, heads: int, pairs: int) -> Tensor:
     """[B, S, D] -> [B, S, heads, pairs]: zeros for the pairs of time, then those of rows and columns."""
-    raw = silu(camera) @ state[f"{name}.weight"].T
+    raw = recam.silu(camera) @ state[f"{name}.weight"].T
     raw = raw.reshape(*raw.shape[:2], heads, -1)
     return torch.cat([torch.zeros(*raw.shape[:3], pairs - raw.shape[-1], dtype=raw.dtype), raw], dim=-1)
 
 
-def self_attention(state: State, name: str, config: dict, x: Tensor, angles: Tensor, camera: Tensor) -> Tensor:
-    heads, pairs = config["num_attention_heads"], config["attention_head_dim"] // 2
+def self_attention(state: recam.State, name: str, config: dict, x: Tensor, angles: Tensor, camera: Tensor) -> Tensor:
+    heads, pairs, eps = config["num_attention_heads"], config["attention_head_dim"] // 2, config["eps"]
     qk = phase(state, f"{name}.phase_qk", camera, heads, pairs) + angles[None, :, None]
     vo = phase(state, f"{name}.phase_vo", camera, heads, pairs)
     q, k = (
-        turn(rms_norm(linear(state, f"{name}.to_{n}", x), state[f"{name}.norm_{n}.weight"], config["eps"]), qk)
+        turn(recam.rms_norm(recam.linear(state, f"{name}.to_{n}", x), state[f"{name}.norm_{n}.weight"], eps), qk)
         for n in "qk"
     )
-    out = softmax_attention(q, k, turn(linear(state, f"{name}.to_v", x), -vo), heads)
-    return turn(linear(state, f"{name}.to_out.0", out), vo)
+    out = softmax_attention(q, k, turn(recam.linear(state, f"{name}.to_v", x), -vo), heads)
+    return turn(recam.linear(state, f"{name}.to_out.0", out), vo)
 
 
-def cross_attention(state: State, name: str, config: dict, x: Tensor, text: Tensor, image: Tensor) -> Tensor:
+def cross_attention(state: recam.State, name: str, config: dict, x: Tensor, text: Tensor, image: Tensor) -> Tensor:
     heads, eps = config["num_attention_heads"], config["eps"]
-    q = rms_norm(linear(state, f"{name}.to_q", x), state[f"{name}.norm_q.weight"], eps)
-    k = rms_norm(linear(state, f"{name}.to_k", text), state[f"{name}.norm_k.weight"], eps)
-    out = softmax_attention(q, k, linear(state, f"{name}.to_v", text), heads)
-    k = rms_norm(linear(state, f"{name}.add_k_proj", image), state[f"{name}.norm_added_k.weight"], eps)
-    out = out + softmax_attention(q, k, linear(state, f"{name}.add_v_proj", image), heads)
-    return linear(state, f"{name}.to_out.0", out)
+    q = recam.rms_norm(recam.linear(state, f"{name}.to_q", x), state[f"{name}.norm_q.weight"], eps)
+    k = recam.rms_norm(recam.linear(state, f"{name}.to_k", text), state[f"{name}.norm_k.weight"], eps)
+    out = softmax_attention(q, k, recam.linear(state, f"{name}.to_v", text), heads)
+    k = recam.rms_norm(recam.linear(state, f"{name}.add_k_proj", image), state[f"{name}.norm_added_k.weight"], eps)
+    out = out + softmax_attention(q, k, recam.linear(state, f"{name}.add_v_proj", image), heads)
+    return recam.linear(state, f"{name}.to_out.0", out)
 
 
-def affine(state: State, name: str, x: Tensor, eps: float) -> Tensor:
-    return layer_norm(x, eps) * state[f"{name}.weight"] + state[f"{name}.bias"]
+def affine(state: recam.State, name: str, x: Tensor, eps: float) -> Tensor:
+    return recam.layer_norm(x, eps) * state[f"{name}.weight"] + state[f"{name}.bias"]
 
 
-def image_tokens(state: State, features: Tensor) -> Tensor:
+def image_tokens(state: recam.State, features: Tensor) -> Tensor:
     name = "condition_embedder.image_embedder"
-    x = linear(state, f"{name}.ff.net.0.proj", affine(state, f"{name}.norm1", features, 1e-5))
+    x = recam.linear(state, f"{name}.ff.net.0.proj", affine(state, f"{name}.norm1", features, 1e-5))
     x = 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
-    return affine(state, f"{name}.norm2", linear(state, f"{name}.ff.net.2", x), 1e-5)
+    return affine(state, f"{name}.norm2", recam.linear(state, f"{name}.ff.net.2", x), 1e-5)
 
 
 def redirector_forward(
-    state: State, config: dict, latents: Tensor, timestep: Tensor, text: Tensor, features: Tensor, cameras: Tensor
+    state: recam.State, config: dict, latents: Tensor, timestep: Tensor, text: Tensor, features: Tensor, cameras: Tensor
 ) -> Tensor:
     """Predict the velocity [B, C, F, H, W] of the target in [target | source] latents [B, C, 2F, H, W]."""
     patch, width, eps = tuple(config["patch_size"]), state["proj_out.weight"].shape[1], config["eps"]
     batch, channels, frames, height, columns = latents.shape
     zeros = torch.zeros(batch, config["in_channels"] - channels, frames, height, columns, dtype=latents.dtype)
-    x, grid = patchify(torch.cat([latents, zeros], dim=1), patch)
+    x, grid = recam.patchify(torch.cat([latents, zeros], dim=1), patch)
     x = x @ state["patch_embedding.weight"].reshape(width, -1).T + state["patch_embedding.bias"]
     half = (grid[0] // 2, *grid[1:])
-    angles = torch.cat([rotary_angles(config["attention_head_dim"], half, x.dtype)] * 2)
+    angles = torch.cat([recam.rotary_angles(config["attention_head_dim"], half, x.dtype)] * 2)
 
     spatial, temporal = config["spatial_compression"], config["temporal_compression"]
     camera = torch.stack(
@@ -159,13 +148,13 @@ def redirector_forward(
     x = x + camera
 
     embedder = "condition_embedder"
-    time = linear(state, f"{embedder}.time_embedder.linear_1", sinusoid(timestep, config["freq_dim"]))
-    time = linear(state, f"{embedder}.time_embedder.linear_2", silu(time))
-    modulation = linear(state, f"{embedder}.time_proj", silu(time)).reshape(-1, 6, width)
-    text = linear(
+    time = recam.linear(state, f"{embedder}.time_embedder.linear_1", recam.sinusoid(timestep, config["freq_dim"]))
+    time = recam.linear(state, f"{embedder}.time_embedder.linear_2", recam.silu(time))
+    modulation = recam.linear(state, f"{embedder}.time_proj", recam.silu(time)).reshape(-1, 6, width)
+    text = recam.linear(
         state,
         f"{embedder}.text_embedder.linear_2",
-        gelu_tanh(linear(state, f"{embedder}.text_embedder.linear_1", text)),
+        recam.gelu_tanh(recam.linear(state, f"{embedder}.text_embedder.linear_1", text)),
     )
     image = image_tokens(state, features)
 
@@ -173,14 +162,14 @@ def redirector_forward(
         name = f"blocks.{number}"
         table = state[f"{name}.scale_shift_table"]
         shift, scale, gate, ff_shift, ff_scale, ff_gate = ((table[0, i] + modulation[:, i])[:, None] for i in range(6))
-        y = layer_norm(x, eps) * (1 + scale) + shift
+        y = recam.layer_norm(x, eps) * (1 + scale) + shift
         x = x + gate * self_attention(state, f"{name}.attn1", config, y, angles, camera)
         x = x + cross_attention(state, f"{name}.attn2", config, affine(state, f"{name}.norm2", x, eps), text, image)
-        y = layer_norm(x, eps) * (1 + ff_scale) + ff_shift
-        y = linear(state, f"{name}.ffn.net.2", gelu_tanh(linear(state, f"{name}.ffn.net.0.proj", y)))
+        y = recam.layer_norm(x, eps) * (1 + ff_scale) + ff_shift
+        y = recam.linear(state, f"{name}.ffn.net.2", recam.gelu_tanh(recam.linear(state, f"{name}.ffn.net.0.proj", y)))
         x = x + ff_gate * y
 
     x, table = x[:, : x.shape[1] // 2], state["scale_shift_table"]
     shift, scale = ((table[0, i] + time)[:, None] for i in range(2))
-    x = linear(state, "proj_out", layer_norm(x, eps) * (1 + scale) + shift)
-    return unpatchify(x, half, patch)
+    x = recam.linear(state, "proj_out", recam.layer_norm(x, eps) * (1 + scale) + shift)
+    return recam.unpatchify(x, half, patch)

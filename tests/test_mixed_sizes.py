@@ -19,33 +19,22 @@ from flow_grpo.runtime.clock import Clock
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.sampling import Sampling
 from flow_grpo.settings.schema import Config, EvalConfig
-from tests.toy import (
-    SDE,
-    SIGMAS,
-    BrightnessReward,
-    ToyPolicy,
-    collector,
-    condition,
-    reward_config,
-    update,
-    updater,
-    weights_of,
-)
+from tests import toy
 from tests.workers import run_ranks
 
 SIZES = [(5, 2, 2), (9, 2, 4), (5, 4, 2)]
-REWARD = reward_config()
+REWARD = toy.reward_config()
 
 
 def sized(index: int, gid: int = 0, slot: int = 0) -> Condition:
     frames, rows, columns = SIZES[index // 2 % 3]
-    whole = condition(index, gid, slot)
+    whole = toy.condition(index, gid, slot)
     video = whole.source_video[:, :1].mean(dim=(2, 3), keepdim=True).expand(3, frames, rows, columns)
     poses = whole.target_poses[:1].repeat(frames, 1, 1)
     return dataclasses.replace(whole, source_video=video, target_video=video, target_poses=poses)
 
 
-class ConvPolicy(ToyPolicy):
+class ConvPolicy(toy.ToyPolicy):
     """The toy policy with a convolution, for latents of any size; records the shapes of its calls."""
 
     def __init__(self) -> None:
@@ -78,7 +67,7 @@ class ConvPolicy(ToyPolicy):
 
 def sample(world: World, policy: ConvPolicy, **changes) -> tuple[ScoredBatch, ...]:
     options = {"train_batch_size": 4, "num_batches_per_epoch": 6, "k": 4} | changes
-    return collector(world, policy, debug=False, make=sized, **options).collect(Clock(torch.device("cpu")))
+    return toy.collector(world, policy, debug=False, make=sized, **options).collect(Clock(torch.device("cpu")))
 
 
 def training_batch(world: World, batches: Sequence[ScoredBatch], k: int = 4) -> TrainingBatch:
@@ -92,7 +81,7 @@ def test_a_round_of_mixed_sizes_takes_as_few_calls_as_its_sizes_allow():
     batches = sample(World(), policy)
     counts = Counter(c.size for batch in batches for c in batch.conditions)
     assert sum(counts.values()) == sum(map(len, batches)) == 24 and len(counts) == 3
-    steps = len(SIGMAS) - 1
+    steps = len(toy.SIGMAS) - 1
     assert len(policy.calls) == steps * sum(math.ceil(count / 4) for count in counts.values())
     assert len(policy.calls) < 24 * steps / 2
 
@@ -102,13 +91,13 @@ def test_every_sample_equals_the_one_rolled_out_alone_and_is_gathered_in_samplin
     batches = sample(World(), policy)
     gathered = compare.gather(batches, World())
     assert sorted(place for batch in batches for place in batch.positions.tolist()) == list(range(24))
-    draws = collector(World(), policy, debug=False, train_batch_size=4, num_batches_per_epoch=6).stream.sampler
+    draws = toy.collector(World(), policy, debug=False, train_batch_size=4, num_batches_per_epoch=6).stream.sampler
     wanted = [(gid, slot) for step in range(6) for _, gid, slot, _ in draws.plan(step)[0]]
     for batch in batches:
         for row, (position, made) in enumerate(zip(batch.positions.tolist(), batch.conditions, strict=True)):
             assert (made.gid, made.slot) == wanted[position]
             steps = batch.samples.trajectory.steps[row].tolist()
-            alone = rollout(policy, [made], policy.encode([made]), [steps], Sampling(SIGMAS, SDE, seed=1))
+            alone = rollout(policy, [made], policy.encode([made]), [steps], Sampling(toy.SIGMAS, toy.SDE, seed=1))
             assert torch.equal(alone.noise_ids[0], batch.samples.noise_ids[row])
             states = batch.samples.trajectory.states[row]
             torch.testing.assert_close(alone.trajectory.states[0], states, rtol=0, atol=1e-5)
@@ -148,21 +137,21 @@ def test_the_update_never_mixes_sizes_and_does_not_depend_on_its_micro_batches(m
         policy = ConvPolicy()
         batch = training_batch(World(), sample(World(), policy))
         policy.calls.clear()
-        updating = updater(policy, batch_size=size, updates_per_epoch=updates)
-        metrics = update(updating, batch)
+        updating = toy.updater(policy, batch_size=size, updates_per_epoch=updates)
+        metrics = toy.update(updating, batch)
         assert metrics["train/updates"] == updates
         assert {shape[1:] for shape in policy.calls} == {(2, 2, 2, 2), (2, 3, 2, 4), (2, 2, 4, 2)}
-        moved.append(weights_of(policy))
-    assert (moved[0] - weights_of(ConvPolicy())).abs().max() > 1e-5
+        moved.append(toy.weights_of(policy))
+    assert (moved[0] - toy.weights_of(ConvPolicy())).abs().max() > 1e-5
     torch.testing.assert_close(moved[0], moved[1], rtol=0, atol=1e-7)
 
 
 def test_the_first_ratio_is_exactly_one_where_micro_batches_are_the_rollout_s():
     policy = ConvPolicy()
     batch = training_batch(World(), sample(World(), policy))
-    updating = updater(policy, batch_size=4)
+    updating = toy.updater(policy, batch_size=4)
     assert updating.plan(batch, 0).as_rolled_out
-    assert update(updating, batch)["policy/ratio_first_max_abs_log"] == 0.0
+    assert toy.update(updating, batch)["policy/ratio_first_max_abs_log"] == 0.0
     mixed_up = dataclasses.replace(batch, as_rolled_out=False)
     assert not updating.plan(mixed_up, 0).as_rolled_out
 
@@ -173,8 +162,8 @@ def _two_ranks(world: World) -> Tensor:
     batch = training_batch(world, batches)
     if world.data.size > 1:
         policy.module = DistributedDataParallel(policy.net)
-    update(updater(policy, world=world, batch_size=2), batch)
-    return weights_of(policy)
+    toy.update(toy.updater(policy, world=world, batch_size=2), batch)
+    return toy.weights_of(policy)
 
 
 def test_two_ranks_make_the_update_of_one_with_mixed_sizes():
@@ -204,8 +193,8 @@ class SizedData:
 
 def _evaluate(world: World, number: int = 20, sizes: int = 3) -> tuple[dict[str, float], list[tuple[int, ...]]]:
     policy = ConvPolicy()
-    rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
-    evaluation = EvalConfig(num_conditions=number, batch_size=4, num_steps=len(SIGMAS) - 1, videos=0)
+    rewards = RewardSet([toy.BrightnessReward()], {"brightness": 1.0})
+    evaluation = EvalConfig(num_conditions=number, batch_size=4, num_steps=len(toy.SIGMAS) - 1, videos=0)
     config = Config(eval=evaluation)
     metrics = Evaluator(policy, SizedData(SIZES[:sizes]), rewards, None, config, world).run().metrics
     return metrics, policy.calls
@@ -213,12 +202,12 @@ def _evaluate(world: World, number: int = 20, sizes: int = 3) -> tuple[dict[str,
 
 def test_a_small_evaluation_is_spread_over_the_ranks_and_another_batches_more_of_the_smaller_videos():
     for _, calls in run_ranks(_evaluate, 4, 4, 1):
-        assert [shape[0] for shape in calls] == [1] * (len(SIGMAS) - 1)
+        assert [shape[0] for shape in calls] == [1] * (len(toy.SIGMAS) - 1)
     metrics, calls = _evaluate(World())
     rows = {shape[1:]: max(s[0] for s in calls if s[1:] == shape[1:]) for shape in calls}
     assert rows[(2, 3, 2, 4)] == 4  # 72 pixels a video
     assert rows[(2, 2, 2, 2)] == 8  # 20 pixels: all eight of them where 14 would fit
-    assert sum(shape[0] for shape in calls) == 20 * (len(SIGMAS) - 1)
+    assert sum(shape[0] for shape in calls) == 20 * (len(toy.SIGMAS) - 1)
     results = run_ranks(_evaluate, 4)
     assert results[0][0] == pytest.approx(metrics, rel=1e-5)
     assert len({len(calls) for _, calls in results}) == 1

@@ -11,27 +11,20 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from flow_grpo.data.k_repeat_sampler import (
-    LAYOUTS,
-    DistributedKRepeatSampler,
-    SampleKey,
-    StaleBatchError,
-    pass_length,
-    pass_order,
-)
+from flow_grpo.data import k_repeat_sampler
 
 PAGE = Path(__file__).parents[2] / "docs" / "k_repeat_sampler.md"
 EIGHT_DEVICES = {"batch_size": 2, "k": 4, "num_replicas": 8, "seed": 42}  # the numbers of my_recam_8npu
 
 
-class Echo(Dataset[SampleKey]):
+class Echo(Dataset[k_repeat_sampler.SampleKey]):
     def __init__(self, size: int = 100) -> None:
         self.size = size
 
     def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, key: SampleKey) -> SampleKey:
+    def __getitem__(self, key: k_repeat_sampler.SampleKey) -> k_repeat_sampler.SampleKey:
         return key
 
     def fingerprint(self) -> str:
@@ -39,23 +32,23 @@ class Echo(Dataset[SampleKey]):
 
 
 def make(dataset: Any = 100, *, rank: int = 0, layout: str = "spread", nb: int = 2, **numbers: Any):
-    values = {**EIGHT_DEVICES, **numbers}
-    return DistributedKRepeatSampler(dataset, rank=rank, num_batches_per_epoch=nb, layout=layout, **values)
+    values = EIGHT_DEVICES | {"rank": rank, "num_batches_per_epoch": nb, "layout": layout} | numbers
+    return k_repeat_sampler.DistributedKRepeatSampler(dataset, **values)
 
 
-def small(dataset: Any = 10, **changes: Any) -> DistributedKRepeatSampler:
+def small(dataset: Any = 10, **changes: Any) -> k_repeat_sampler.DistributedKRepeatSampler:
     return make(dataset, **{"batch_size": 2, "k": 2, "num_replicas": 2, **changes})
 
 
-def loader(sampler: DistributedKRepeatSampler, workers: int):
+def loader(sampler: k_repeat_sampler.DistributedKRepeatSampler, workers: int):
     return DataLoader(Echo(), batch_sampler=sampler, collate_fn=list, num_workers=workers)
 
 
-def flat(plan: list[list[SampleKey]]) -> list[SampleKey]:
+def flat(plan: list[list[k_repeat_sampler.SampleKey]]) -> list[k_repeat_sampler.SampleKey]:
     return list(itertools.chain.from_iterable(plan))
 
 
-def ranks_per_group(plan: list[list[SampleKey]]) -> list[int]:
+def ranks_per_group(plan: list[list[k_repeat_sampler.SampleKey]]) -> list[int]:
     ranks = defaultdict(set)
     for rank, rows in enumerate(plan):
         for _, gid, _, _ in rows:
@@ -66,7 +59,7 @@ def ranks_per_group(plan: list[list[SampleKey]]) -> list[int]:
 # --- what a step holds
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", k_repeat_sampler.LAYOUTS)
 def test_every_condition_appears_exactly_k_times(layout):
     steps = 2 if layout == "contiguous" else 1  # per round or per batch
     sampler = make(layout=layout)
@@ -111,7 +104,7 @@ def test_shuffled_is_a_uniform_permutation():
     assert len({tuple((gid % 4, slot) for _, gid, slot, _ in flat(plan)) for plan in plans}) == 9
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", k_repeat_sampler.LAYOUTS)
 def test_every_rank_draws_its_part_of_one_plan(layout):
     ranks = [iter(make(50, rank=rank, layout=layout, num_replicas=4)) for rank in range(4)]
     expected = make(50, layout=layout, num_replicas=4)
@@ -125,14 +118,14 @@ def test_every_rank_draws_its_part_of_one_plan(layout):
 def test_steps_hold_distinct_conditions_and_passes_visit_each_once():
     sizes = random.Random(1).sample([(n, m) for m in range(1, 14) for n in range(m, 60)], 100)
     for (n, m), seed in itertools.product(sizes, range(4)):
-        length = pass_length(n, m)
-        stream = [index for number in range(12) for index in pass_order(n, m, seed, number)[:length]]
+        length = k_repeat_sampler.pass_length(n, m)
+        stream = [index for number in range(12) for index in k_repeat_sampler.pass_order(n, m, seed, number)[:length]]
         for step in range(len(stream) // m):
             assert len(set(stream[step * m : (step + 1) * m])) == m, (n, m, seed, step)
         if n >= 2 * m:
             for number in range(12):
                 assert sorted(stream[number * n : (number + 1) * n]) == list(range(n)), (n, m, seed, number)
-    assert len({pass_order(30, 4, seed, number) for seed in range(3) for number in range(3)}) == 9
+    assert len({k_repeat_sampler.pass_order(30, 4, seed, number) for seed in range(3) for number in range(3)}) == 9
 
 
 def test_the_plan_walks_the_passes_without_a_gap_and_is_a_pure_function_of_the_step():
@@ -140,21 +133,21 @@ def test_the_plan_walks_the_passes_without_a_gap_and_is_a_pure_function_of_the_s
     indices = [index for step in range(14) for _, _, slot, index in flat(sampler.plan(step)) if slot == 0]
     assert [sorted(indices[start : start + 7]) for start in range(0, 28, 7)] == [list(range(7))] * 4
     forwards = [make().plan(step) for step in range(40)]
-    pass_order.cache_clear()
+    k_repeat_sampler.pass_order.cache_clear()
     assert [make().plan(step) for step in reversed(range(40))] == forwards[::-1]
 
 
 @pytest.mark.parametrize("structures", [None, [0] * 25 + [1] * 20])
 def test_all_layouts_and_world_sizes_hold_the_same_draws_per_round(structures):
-    def planned(layout: str, ranks: int) -> list[list[SampleKey]]:
+    def planned(layout: str, ranks: int) -> list[list[k_repeat_sampler.SampleKey]]:
         sampler = make(45, layout=layout, num_replicas=ranks, batch_size=16 // ranks, structures=structures)
         return [flat(sampler.plan(step)) for step in range(24)]
 
-    def rounds(batches: list[list[SampleKey]]) -> list[list[SampleKey]]:
+    def rounds(batches: list[list[k_repeat_sampler.SampleKey]]) -> list[list[k_repeat_sampler.SampleKey]]:
         return [sorted(key[1:] for key in batches[step] + batches[step + 1]) for step in range(0, 24, 2)]
 
     expected = rounds(planned("spread", 8))
-    for layout, ranks in itertools.product(LAYOUTS, (1, 2, 4, 8)):
+    for layout, ranks in itertools.product(k_repeat_sampler.LAYOUTS, (1, 2, 4, 8)):
         batches = planned(layout, ranks)
         assert rounds(batches) == expected
         assert layout == "contiguous" or batches == planned(layout, 1)
@@ -174,7 +167,7 @@ def test_batches_come_in_order_with_any_number_of_workers(workers):
         sampler.check(batch[0][0])
         assert batch == sampler.plan(step)[3]
     sampler.seek(9)
-    with pytest.raises(StaleBatchError, match=r"step 6 .* step 9"):
+    with pytest.raises(k_repeat_sampler.StaleBatchError, match=r"step 6 .* step 9"):
         sampler.check(next(batches)[0][0])
 
 
@@ -184,7 +177,7 @@ def test_seeking_moves_new_iterators_and_not_running_ones():
     sampler.set_epoch(100)  # before anything was asked of the running iterator
     assert next(iter(sampler)) == sampler.plan(100)[0] and next(running) == sampler.plan(0)[0]
     sampler.check(100)
-    with pytest.raises(StaleBatchError, match="check every batch once"):
+    with pytest.raises(k_repeat_sampler.StaleBatchError, match="check every batch once"):
         sampler.check(100)
     for call in (sampler.plan, sampler.set_epoch):
         with pytest.raises(ValueError, match="step is -1"):
@@ -197,7 +190,7 @@ def test_a_sampler_that_is_sharded_once_more_is_noticed_on_every_rank():
         batches = itertools.islice(iter(sampler), rank, None, 2)  # one batch in 2
         for _ in range(taken_before):
             sampler.check(next(batches)[0][0])
-        with pytest.raises(StaleBatchError, match=r"out of accelerator\.prepare"):
+        with pytest.raises(k_repeat_sampler.StaleBatchError, match=r"out of accelerator\.prepare"):
             sampler.check(next(batches)[0][0])
 
 
@@ -325,7 +318,7 @@ def test_the_first_rank_logs_where_an_epoch_may_draw_a_condition_twice(caplog):
 # --- structures: conditions of several video sizes
 
 
-def structured(counts: tuple[int, ...], **changes: Any) -> tuple[DistributedKRepeatSampler, list[int]]:
+def structured(counts: tuple[int, ...], **changes: Any) -> tuple[k_repeat_sampler.DistributedKRepeatSampler, list[int]]:
     structures = [number for number, count in enumerate(counts) for _ in range(count)]
     random.Random(3).shuffle(structures)
     return make(len(structures), structures=structures, **changes), structures

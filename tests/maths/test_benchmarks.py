@@ -6,13 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flow_grpo.maths.benchmarks import (
-    from_world_to_camera,
-    preset_at_own_speed,
-    printed_errors,
-    quaternion_matrix,
-    redirect4d_errors,
-)
+from flow_grpo.maths import benchmarks
 from flow_grpo.maths.path_errors import path_errors
 from flow_grpo.maths.poses import PRESETS, pose, preset_path, rot_err, rotation_matrix, umeyama
 
@@ -34,7 +28,7 @@ def shaken(poses: Tensor, metres: float = 0.3, degrees: float = 2.0) -> Tensor:
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("frames", [5, 49, 101])
 def test_a_preset_of_any_length_keeps_the_speed_of_81_frames(name, frames):
-    path, original = preset_at_own_speed(name, frames), preset_path(name, 81)
+    path, original = benchmarks.preset_at_own_speed(name, frames), preset_path(name, 81)
     assert torch.allclose(path[0], torch.eye(4, dtype=torch.float64), atol=1e-12)
     turns = rot_err(path[:-1], path[1:])
     steps = torch.linalg.vector_norm(path.diff(dim=0)[:, :3, 3], dim=-1)
@@ -44,7 +38,7 @@ def test_a_preset_of_any_length_keeps_the_speed_of_81_frames(name, frames):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_of_81_frames_is_the_preset_but_for_the_turn_of_one_step(name):
-    path, original = preset_at_own_speed(name, 81), preset_path(name, 81)
+    path, original = benchmarks.preset_at_own_speed(name, 81), preset_path(name, 81)
     assert torch.allclose(path[:, :3, :3], original[:, :3, :3], atol=1e-12)
     assert torch.allclose(path[:, :3, 3], original[:, :3, 3] @ original[1, :3, :3].T, atol=1e-12)
 
@@ -52,7 +46,7 @@ def test_a_preset_of_81_frames_is_the_preset_but_for_the_turn_of_one_step(name):
 def test_a_straight_preset_of_another_length_is_the_preset_scaled():
     for name in ("zoom_in", "zoom_out", "pan_left", "tilt_up"):
         scaled = preset_path(name, 41, translation_scale=0.5, rotation_scale=0.5)
-        assert torch.allclose(preset_at_own_speed(name, 41), scaled, atol=1e-12)
+        assert torch.allclose(benchmarks.preset_at_own_speed(name, 41), scaled, atol=1e-12)
 
 
 @pytest.mark.parametrize("frames", [3, 10, 81])
@@ -61,7 +55,7 @@ def test_a_constant_extra_rate_of_turn_has_the_rotation_error_of_the_mean_distan
     errors = path_errors(turning(0.2, frames), turning(0.5, frames))
     assert errors["rot_deg_mean"] == pytest.approx(0.3 * (frames + 1) / 3)
     assert errors["rot_deg_frame_mean"] == pytest.approx(0.3 * (frames - 1) / 2)
-    found = redirect4d_errors(turning(0.2, frames), turning(0.5, frames))
+    found = benchmarks.redirect4d_errors(turning(0.2, frames), turning(0.5, frames))
     assert found["rot_err_deg_mean"] == pytest.approx(0.3 * (frames - 1) / 2)
 
 
@@ -96,10 +90,10 @@ def of_public_code(commanded: Tensor, estimated: Tensor) -> tuple[float, float]:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_errors_are_printed_as_by_the_public_code_which_gives_a_command_in_place_none_of_translation(name):
-    commanded = preset_at_own_speed(name, 13)
+    commanded = benchmarks.preset_at_own_speed(name, 13)
     estimated = shaken(commanded)
     theirs = of_public_code(commanded, estimated)
-    assert printed_errors(commanded, estimated) == (round(theirs[0], 2), round(theirs[1], 2))
+    assert benchmarks.printed_errors(commanded, estimated) == (round(theirs[0], 2), round(theirs[1], 2))
     if any(PRESETS[name].translation):
         assert theirs[0] > 0.05
         assert path_errors(commanded, estimated)["trans_sim3_rel"] == pytest.approx(theirs[0], rel=1e-4)
@@ -110,7 +104,7 @@ def test_errors_are_printed_as_by_the_public_code_which_gives_a_command_in_place
 def test_errors_of_redirect4d_see_half_the_speed_in_metres_and_no_common_motion():
     commanded, slow = preset_path("zoom_in", 45), preset_path("zoom_in", 45, translation_scale=0.5)
     world = shaken(commanded[:1], 5.0, 50.0)[0]
-    errors = redirect4d_errors(world @ commanded, slow)
+    errors = benchmarks.redirect4d_errors(world @ commanded, slow)
     assert errors["trans_err_m_mean"] == pytest.approx(1.988 / 4)
     assert errors["trans_err_m_sum"] == pytest.approx(45 * 1.988 / 4)
     assert errors["rot_err_rad_sum"] == pytest.approx(0, abs=1e-12)
@@ -125,16 +119,16 @@ def test_errors_of_redirect4d_see_half_the_speed_in_metres_and_no_common_motion(
 def test_a_world_to_camera_matrix_places_the_camera_where_its_own_origin_is():
     path = shaken(preset_path("arc_left", 7))
     matrices = torch.linalg.inv(path)[:, :3]
-    assert torch.allclose(from_world_to_camera(matrices), path, atol=1e-12)
+    assert torch.allclose(benchmarks.from_world_to_camera(matrices), path, atol=1e-12)
     for bad, words in ((path, "must be"), (1.1 * matrices, "orthonormal")):
         with pytest.raises(ValueError, match=words):
-            from_world_to_camera(bad)
+            benchmarks.from_world_to_camera(bad)
 
 
 def test_a_quaternion_is_a_turn_by_twice_its_angle_whatever_its_length_and_sign():
     half = math.radians(50) / 2
     turn = torch.tensor([math.cos(half), 0, math.sin(half), 0], dtype=torch.float64)
     expected = rotation_matrix(torch.tensor([0, 2 * half, 0], dtype=torch.float64))
-    found = quaternion_matrix(torch.stack([turn, -3 * turn]))
+    found = benchmarks.quaternion_matrix(torch.stack([turn, -3 * turn]))
     assert torch.allclose(found, expected.expand(2, 3, 3), atol=1e-12)
-    assert torch.equal(quaternion_matrix(torch.tensor([2.0, 0, 0, 0])), torch.eye(3, dtype=torch.float64))
+    assert torch.equal(benchmarks.quaternion_matrix(torch.tensor([2.0, 0, 0, 0])), torch.eye(3, dtype=torch.float64))

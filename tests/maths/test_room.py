@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.data.rooms import bare_room, furnished_room
-from flow_grpo.maths.room import (
-    Room,
-    pixel_rays,
-    render,
-    render_video,
-    stack_rooms,
-    trace,
-)
+from flow_grpo.maths.room import Room, pixel_rays, render, render_video, stack_rooms, trace
 from tests.room_films import INTRINSICS, LOOKING_FORWARD, reference_pose
 
 PLAIN = {"base": (3,), "amplitude": (1, 3), "frequency": (1, 2), "phase": (1,)}  # shapes of a grey surface's texture

@@ -10,17 +10,8 @@ import pytest
 import torch
 
 from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
+from tests import parity
 from tests import reference_recam as reference
-from tests.parity import (
-    assert_same_gradients,
-    check_gradients,
-    distance,
-    exact_tables,
-    model_gradients,
-    reference_gradients,
-    state_of,
-    with_checkpointing,
-)
 from tests.tiny_models import CHANNELS, tiny_transformer
 
 HEIGHT, WIDTH = 4, 6
@@ -70,9 +61,9 @@ def test_float64_outputs_agree(exact, kind, timestep):
     arguments = inputs(model, timestep)
     got = model(*arguments)[0]
     assert got.dtype == torch.float64
-    expected = reference.recam_forward(state_of(model), model.config, *arguments)
-    assert distance(got, expected) < 1e-10
-    assert all(distance(got[row], expected[row]) < 1e-10 for row in range(2))
+    expected = reference.recam_forward(parity.state_of(model), model.config, *arguments)
+    assert parity.distance(got, expected) < 1e-10
+    assert all(parity.distance(got[row], expected[row]) < 1e-10 for row in range(2))
 
 
 @pytest.mark.parametrize("timestep", TIMESTEPS)
@@ -84,14 +75,16 @@ def test_fp32_outputs_agree_with_nothing_replaced(kind, timestep):
     got = model(*arguments)[0]
     assert got.dtype == torch.float32
     for dtype in (torch.float32, torch.float64):
-        expected = reference.recam_forward(state_of(model, dtype), model.config, *(a.to(dtype) for a in arguments))
-        assert distance(got, expected) < 1e-5
+        expected = reference.recam_forward(
+            parity.state_of(model, dtype), model.config, *(a.to(dtype) for a in arguments)
+        )
+        assert parity.distance(got, expected) < 1e-5
 
 
 @pytest.mark.parametrize("width", [12, 16, 128])
 def test_the_rotary_tables_are_the_exact_ones_rounded_to_fp32(width):
     model = ReCamTransformer3DModel(num_attention_heads=1, attention_head_dim=width, num_layers=0, rope_max_seq_len=24)
-    for got, expected in zip((model.rope.freqs_cos, model.rope.freqs_sin), exact_tables(width, 24), strict=True):
+    for got, expected in zip((model.rope.freqs_cos, model.rope.freqs_sin), parity.exact_tables(width, 24), strict=True):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), expected, rtol=0, atol=2**-25 + 1e-14)  # half a step of fp32 below 1
 
@@ -111,7 +104,7 @@ def test_the_sinusoid_is_the_exact_one_up_to_fp32_angles(width):
 @pytest.mark.parametrize("kind", KINDS)
 def test_float64_gradients_of_all_parameters_agree(exact, kind, checkpointing):
     model = exact(build(kind))
-    check_gradients(model, reference.recam_forward, inputs(model), 1e-9, checkpointing=checkpointing)
+    parity.check_gradients(model, reference.recam_forward, inputs(model), 1e-9, checkpointing=checkpointing)
 
 
 def same_but_for_the_camera(model, count: int = 3):
@@ -122,12 +115,12 @@ def same_but_for_the_camera(model, count: int = 3):
 @pytest.mark.parametrize("kind", ["tiny", "wide"])
 def test_forwards_with_different_cameras_before_one_backward_sum_their_gradients(exact, kind):
     calls: list = []
-    model = with_checkpointing(exact(build(kind)), calls)
+    model = parity.with_checkpointing(exact(build(kind)), calls)
     several = same_but_for_the_camera(model)
-    got = model_gradients(model, *several)
+    got = parity.model_gradients(model, *several)
     assert len(calls) == 2 * len(several) * model.config["num_layers"]
-    separate = [reference_gradients(model, reference.recam_forward, arguments) for arguments in several]
-    assert_same_gradients(got, {name: sum(one[name] for one in separate) for name in got}, 1e-9)
+    separate = [parity.reference_gradients(model, reference.recam_forward, arguments) for arguments in several]
+    parity.assert_same_gradients(got, {name: sum(one[name] for one in separate) for name in got}, 1e-9)
     # The cameras matter, so that a mixed-up one would show.
     name = "blocks.0.cam_encoder.weight"
-    assert all(distance(a[name], b[name]) > 1e-2 for a, b in itertools.combinations(separate, 2))
+    assert all(parity.distance(a[name], b[name]) > 1e-2 for a, b in itertools.combinations(separate, 2))

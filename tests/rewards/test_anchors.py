@@ -8,15 +8,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.maths.poses import pose, preset_path, rotation_matrix
-from flow_grpo.rewards.camera.anchors import (
-    FEWEST_ANCHORS,
-    PosedFrames,
-    Source,
-    across_cameras,
-    make_source,
-    parallax,
-    split_rows,
-)
+from flow_grpo.rewards.camera import anchors
 from flow_grpo.rewards.camera.pnp import MappedView, camera_matrix
 from tests.textured_room import SMALL, WALKER, WALLS, film, grey, intrinsics, shoot, slowed, source_path
 
@@ -24,16 +16,16 @@ FRAMES = 5
 CAMERA = camera_matrix(intrinsics(SMALL).tolist())
 
 
-def filmed(video: Tensor, poses: Tensor) -> PosedFrames:
-    return PosedFrames(grey(video), poses.numpy(), tuple(range(len(poses))))
+def filmed(video: Tensor, poses: Tensor) -> anchors.PosedFrames:
+    return anchors.PosedFrames(grey(video), poses.numpy(), tuple(range(len(poses))))
 
 
 @functools.cache
-def moving() -> Source:
-    return make_source(filmed(film("source"), source_path(FRAMES)), None, CAMERA)
+def moving() -> anchors.Source:
+    return anchors.make_source(filmed(film("source"), source_path(FRAMES)), None, CAMERA)
 
 
-def second_camera() -> PosedFrames:
+def second_camera() -> anchors.PosedFrames:
     return filmed(film("arc_right", speed=0.5), slowed("arc_right", FRAMES, 0.5))
 
 
@@ -57,25 +49,25 @@ def test_anchors_lie_on_the_walls():
 
 
 def test_views_are_spread_and_leave_frames_to_check_with():
-    assert split_rows(21) == ([0, 4, 8, 12, 16, 20], [1, 6, 10, 14, 19])
-    assert split_rows(5) == ([0, 2, 4], [1, 3])
-    assert split_rows(3) == ([0, 2], [1])
-    assert split_rows(2) == ([0, 1], [])
+    assert anchors.split_rows(21) == ([0, 4, 8, 12, 16, 20], [1, 6, 10, 14, 19])
+    assert anchors.split_rows(5) == ([0, 2, 4], [1, 3])
+    assert anchors.split_rows(3) == ([0, 2], [1])
+    assert anchors.split_rows(2) == ([0, 1], [])
 
 
 def test_parallax_is_the_angle_between_the_rays():
     xyz = np.array([[0.0, 0.0, 1.0], [np.nan] * 3])
-    angle = parallax(xyz, np.array([-1.0, 0.0, 0.0]), np.array([1.0, 0.0, 0.0]))
+    angle = anchors.parallax(xyz, np.array([-1.0, 0.0, 0.0]), np.array([1.0, 0.0, 0.0]))
     assert np.allclose(angle, [np.pi / 2, 0])
 
 
 @pytest.mark.parametrize("preset", ["pan_right", "tilt_up"])
 def test_a_source_that_only_turns_has_no_anchors_of_its_own_and_enough_with_a_second_camera(preset):
     turning = filmed(film(preset), preset_path(preset, FRAMES))
-    alone = make_source(turning, None, CAMERA)
+    alone = anchors.make_source(turning, None, CAMERA)
     assert len(alone) == 0 and "no parallax" in alone.fault
-    both = make_source(turning, second_camera(), CAMERA)
-    assert both.fault == "" and len(both) > FEWEST_ANCHORS
+    both = anchors.make_source(turning, second_camera(), CAMERA)
+    assert both.fault == "" and len(both) > anchors.FEWEST_ANCHORS
     assert both.visible.all()
     assert np.median(np.concatenate([off_the_walls(view.xyz) for view in both.views])) < 0.015
 
@@ -83,18 +75,18 @@ def test_a_source_that_only_turns_has_no_anchors_of_its_own_and_enough_with_a_se
 def test_a_source_that_hardly_moves_has_no_anchors_and_one_that_stands_still_those_of_a_second_camera():
     poses = torch.eye(4, dtype=torch.float64).repeat(FRAMES, 1, 1)
     poses[:, 0, 3] = torch.linspace(0, 0.03, FRAMES)  # half a degree at 3.5 m
-    assert len(make_source(filmed(shoot(poses, SMALL), poses), None, CAMERA)) == 0
+    assert len(anchors.make_source(filmed(shoot(poses, SMALL), poses), None, CAMERA)) == 0
     still = torch.eye(4, dtype=torch.float64).expand(FRAMES, 4, 4)
     source = filmed(shoot(still, SMALL), still)
-    assert len(make_source(source, None, CAMERA)) == 0
-    assert make_source(source, second_camera(), CAMERA).fault == ""
+    assert len(anchors.make_source(source, None, CAMERA)) == 0
+    assert anchors.make_source(source, second_camera(), CAMERA).fault == ""
 
 
 def by_source_and_target(walk: float) -> list[MappedView]:
     still = torch.eye(4, dtype=torch.float64).expand(FRAMES, 4, 4)
     arc = slowed("arc_right", FRAMES, 0.5)
     source, target = (filmed(shoot(poses, SMALL, walk=walk), poses) for poses in (still, arc))
-    return across_cameras(source, target, split_rows(FRAMES)[0], CAMERA)
+    return anchors.across_cameras(source, target, anchors.split_rows(FRAMES)[0], CAMERA)
 
 
 def test_what_moves_serves_only_frames_of_its_time():
@@ -127,25 +119,25 @@ def test_wrong_labels_are_refused(wrong):
         poses[[1, 3], 0, 3] += 0.05
     else:
         poses = pose(poses[:, :3, :3], 1.2 * poses[:, :3, 3] + 0.3 * torch.linspace(0, 1, FRAMES)[:, None] ** 2)
-    assert make_source(filmed(film("source"), poses), None, camera).fault
+    assert anchors.make_source(filmed(film("source"), poses), None, camera).fault
 
 
 def test_a_wrong_focal_length_is_not_saved_by_a_second_camera_and_too_few_frames_are_refused():
     camera = CAMERA.copy()
     camera[1, 1] *= 363.6 / 630.3
-    assert make_source(filmed(film("source"), source_path(FRAMES)), second_camera(), camera).fault
+    assert anchors.make_source(filmed(film("source"), source_path(FRAMES)), second_camera(), camera).fault
     poses = source_path(2)
-    assert "needs 3" in make_source(filmed(shoot(poses, SMALL), poses), None, CAMERA).fault
+    assert "needs 3" in anchors.make_source(filmed(shoot(poses, SMALL), poses), None, CAMERA).fault
 
 
 def test_frames_of_the_true_view_that_the_source_does_not_show_and_views_from_elsewhere_are_not_judged():
     turn = torch.tensor([[0.0, degrees, 0.0] for degrees in (0, 5, 10, 110, 170)], dtype=torch.float64).deg2rad()
     away = pose(rotation_matrix(turn), torch.zeros(FRAMES, 3, dtype=torch.float64))
-    source = make_source(filmed(film("source"), source_path(FRAMES)), filmed(shoot(away, SMALL), away), CAMERA)
+    source = anchors.make_source(filmed(film("source"), source_path(FRAMES)), filmed(shoot(away, SMALL), away), CAMERA)
     assert source.fault == ""
     assert source.visible.tolist() == [True, True, True, False, False]
     true, label = slowed("arc_right", FRAMES, 0.5), preset_path("arc_right", FRAMES)
     source_view, slow = filmed(film("source"), source_path(FRAMES)), film("arc_right", speed=0.5)
-    assert "frames of the true view" in make_source(source_view, filmed(slow, label), CAMERA).fault
-    right = make_source(source_view, filmed(slow, true), CAMERA)
+    assert "frames of the true view" in anchors.make_source(source_view, filmed(slow, label), CAMERA).fault
+    right = anchors.make_source(source_view, filmed(slow, true), CAMERA)
     assert right.fault == "" and right.visible.all()

@@ -13,14 +13,7 @@ from flow_grpo.maths.poses import PRESETS, pose, preset_path, relative, rot_err,
 from flow_grpo.maths.room import render_video, stack_rooms
 from flow_grpo.rewards.room import room_path
 from flow_grpo.rewards.room.room_fit import make_viewpoints
-from flow_grpo.rewards.room.room_path import (
-    RoomContent,
-    RoomRot,
-    RoomTrans,
-    estimate_path,
-    find_paths,
-    scored_frames,
-)
+from flow_grpo.rewards.room.room_path import RoomContent, RoomRot, RoomTrans, estimate_path, find_paths, scored_frames
 from tests.room_films import HEIGHT, INTRINSICS, WIDTH, conditions, film, like_a_codec, viewpoints
 
 NAMES = ["pan_right", "zoom_in", "arc_left", "translate_up"]

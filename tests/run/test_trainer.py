@@ -39,18 +39,8 @@ from flow_grpo.runtime.checkpoints.saving import Saving
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import Group, InputError, RankError, World
 from flow_grpo.settings.schema import CheckpointConfig, Config, DynamicSamplingConfig, EvalConfig, ModelConfig
+from tests import toy
 from tests.judging.test_evaluate import ToyData
-from tests.toy import (
-    SIGMAS,
-    BrightnessReward,
-    ToyPolicy,
-    collector,
-    reward_config,
-    sample_config,
-    train_config,
-    updater,
-    weights_of,
-)
 from tests.workers import run_ranks
 
 DYNAMIC = DynamicSamplingConfig(enabled=True, max_resample_times=1)
@@ -61,9 +51,9 @@ def a_config(**changes) -> Config:
     values = {
         "num_epochs": 3,
         "log_videos_every": 0,
-        "sample": sample_config(train_batch_size=4),
-        "reward": reward_config(),
-        "train": train_config(),
+        "sample": toy.sample_config(train_batch_size=4),
+        "reward": toy.reward_config(),
+        "train": toy.train_config(),
         "eval": EvalConfig(every=2, num_conditions=4, batch_size=4, num_steps=6, videos=1, signal_groups=0),
         "checkpoint": CheckpointConfig(every=2, keep=5),
     }
@@ -71,10 +61,10 @@ def a_config(**changes) -> Config:
 
 
 def make_trainer(folder: Path, world: World, **changes) -> Trainer:
-    config, policy = a_config(**changes), ToyPolicy()
-    sampling = collector(world, policy, debug=config.debug, train_batch_size=4)
-    moving = updater(policy, world=world)
-    rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
+    config, policy = a_config(**changes), toy.ToyPolicy()
+    sampling = toy.collector(world, policy, debug=config.debug, train_batch_size=4)
+    moving = toy.updater(policy, world=world)
+    rewards = RewardSet([toy.BrightnessReward()], {"brightness": 1.0})
     progress = Progress(config.num_epochs, world)
     return Trainer(
         config=config,
@@ -105,7 +95,7 @@ def a_trainer(tmp_path, monkeypatch, without_curves):
 
 
 def everything_flat(**changes) -> dict:
-    return {"reward": reward_config(flat_eps=1e3), "dynamic_sampling": DYNAMIC} | changes
+    return {"reward": toy.reward_config(flat_eps=1e3), "dynamic_sampling": DYNAMIC} | changes
 
 
 def run(trainer: Trainer) -> None:
@@ -256,7 +246,7 @@ def test_no_second_of_a_run_is_in_no_metric(a_trainer, tmp_path, monkeypatch, en
     ):
         monkeypatch.setattr(train_grpo, name, slowed(replaced, seconds))
     for owner, names in (
-        (ToyPolicy, "decode"),
+        (toy.ToyPolicy, "decode"),
         (Tracker, "begin log write_summary close"),
         (RunState, "save"),
         (Saving, "wait"),
@@ -301,7 +291,7 @@ def test_forwards_are_counted_per_sample_and_summed_over_epochs_resumed_runs_inc
 
 
 def test_advantages_stay_within_the_recipe_s_bound(a_trainer, tmp_path):
-    run(a_trainer(num_epochs=1, train=train_config(adv_clip=0.25)))
+    run(a_trainer(num_epochs=1, train=toy.train_config(adv_clip=0.25)))
     (row,) = metrics_of(tmp_path)
     assert 0 < row["reward/advantage_abs"] <= 0.25
     low, middle, high = (row[f"reward/advantage_p{percent}"] for percent in (10, 50, 90))
@@ -327,7 +317,7 @@ def test_a_resumed_run_measures_the_start_no_more_and_counts_the_minutes_it_has_
 
 def test_a_run_that_breaks_a_rule_saves_stops_and_says_so_again_when_it_is_resumed(a_trainer, tmp_path):
     rules = ("policy/clip_fraction<0", "eval/brightness<0.9")
-    trainer = a_trainer(num_epochs=4, train=train_config(stop_if=rules))
+    trainer = a_trainer(num_epochs=4, train=toy.train_config(stop_if=rules))
     trainer.evaluate_before()
     epochs = trainer.epochs()
     trainer.train_epoch(next(epochs))
@@ -339,14 +329,14 @@ def test_a_run_that_breaks_a_rule_saves_stops_and_says_so_again_when_it_is_resum
         (rules, pytest.raises(BrokenPolicyError, match="after epoch 2")),
         ((), contextlib.nullcontext()),
     ):
-        other = a_trainer(num_epochs=4, train=train_config(stop_if=given))
+        other = a_trainer(num_epochs=4, train=toy.train_config(stop_if=given))
         other.state.restore(path, world=World())
         with ends:
             other.evaluate_before()
 
 
 def test_ranks_whose_own_metrics_differ_break_a_rule_together(a_trainer, monkeypatch):
-    trainer = a_trainer(num_epochs=1, train=train_config(stop_if=("time/score_s>1000",)))
+    trainer = a_trainer(num_epochs=1, train=toy.train_config(stop_if=("time/score_s>1000",)))
     own = Group.gather_text
     monkeypatch.setattr(trainer, "evaluate_if_due", lambda: None)
     trainer.train_epoch(next(trainer.epochs()))
@@ -375,7 +365,7 @@ def test_fixed_conditions_are_recorded_beside_their_start_and_a_resumed_run_keep
     def trainer(epochs: int, seed: int = 7) -> Trainer:
         made = a_trainer(eval=dataclasses.replace(a_config().eval, every=1), num_epochs=epochs)
         sampling = dataclasses.replace(made.collector.sampling, seed=seed, record=False)
-        rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
+        rewards = RewardSet([toy.BrightnessReward()], {"brightness": 1.0})
         made.fixed = Evaluator(made.updater.policy, ToyData(), rewards, None, made.config, World(), sampling)
         return made
 
@@ -384,7 +374,7 @@ def test_fixed_conditions_are_recorded_beside_their_start_and_a_resumed_run_keep
     now, start = ([row[name] for row in metrics_of(tmp_path, name)] for name in names)
     assert len(now) == 3 and start == [now[0]] * 3 and now[0] != now[1] != now[2]
     counted = metrics_of(tmp_path, "system/fixed_forward_equivalents")
-    assert [row["system/fixed_forward_equivalents"] for row in counted] == [4 * (len(SIGMAS) - 1)] * 3
+    assert [row["system/fixed_forward_equivalents"] for row in counted] == [4 * (len(toy.SIGMAS) - 1)] * 3
     newest = checkpoint.published(tmp_path / "checkpoints")[-1]
     for seed, kept in ((7, True), (8, False)):  # with other noise it is another start
         resumed = trainer(3, seed)
@@ -496,7 +486,7 @@ def test_averaged_weights_are_evaluated_and_saved(a_trainer, monkeypatch):
 def test_samples_without_a_reward_are_printed_and_counted(a_trainer, capsys, tmp_path):
     trainer = a_trainer(num_epochs=1)
     index = trainer.state.sampler.plan(0)[0][0][3]
-    trainer.collector.rewards = RewardSet([BrightnessReward(broken=[(index, 2)])], {"brightness": 1.0})
+    trainer.collector.rewards = RewardSet([toy.BrightnessReward(broken=[(index, 2)])], {"brightness": 1.0})
     run(trainer)
     assert "reward brightness: 1 samples of rank 0 have no value, first: broken on purpose" in capsys.readouterr().out
     (row,) = metrics_of(tmp_path)
@@ -505,7 +495,7 @@ def test_samples_without_a_reward_are_printed_and_counted(a_trainer, capsys, tmp
     # In a resample as well.
     trainer = a_trainer(**everything_flat(num_epochs=1))
     later = trainer.state.sampler.plan(2)[0][0][3]
-    trainer.collector.rewards = RewardSet([BrightnessReward(broken=[(later, 2)])], {"brightness": 1.0})
+    trainer.collector.rewards = RewardSet([toy.BrightnessReward(broken=[(later, 2)])], {"brightness": 1.0})
     trainer.train()
     assert "reward brightness: 1 samples of rank 0 have no value" in capsys.readouterr().out
 
@@ -535,7 +525,7 @@ def test_an_epoch_with_some_signal_still_takes_its_step(a_trainer, tmp_path):
     gathered = trainer.gather(trainer.sample())
     groups = [gathered.rewards["brightness"][gathered.gids == gid] for gid in (0, 1)]
     low, high = sorted(float(group.max() - group.min()) for group in groups)
-    between = reward_config(flat_eps=(low + high) / 2)
+    between = toy.reward_config(flat_eps=(low + high) / 2)
     trainer = a_trainer(num_epochs=1, dynamic_sampling=skipping, reward=between)
     run(trainer)
     (row,) = metrics_of(tmp_path)
@@ -543,7 +533,7 @@ def test_an_epoch_with_some_signal_still_takes_its_step(a_trainer, tmp_path):
 
 
 def test_weights_follow_their_schedule_and_so_they_do_when_resumed(a_trainer, tmp_path, monkeypatch):
-    fading = reward_config(weights={"brightness": 9.0}, schedules={"brightness": ((0, 1.0), (2, 0.5))})
+    fading = toy.reward_config(weights={"brightness": 9.0}, schedules={"brightness": ((0, 1.0), (2, 0.5))})
     trainer, shown = a_trainer(reward=fading, log_videos_every=1), []
     monkeypatch.setattr(trainer.gallery, "training", lambda *_, weights, **__: shown.append(weights["brightness"]))
     with mock.patch.object(conclusion, "judge", wraps=conclusion.judge) as judged:
@@ -562,7 +552,7 @@ def test_weights_follow_their_schedule_and_so_they_do_when_resumed(a_trainer, tm
 
 
 def test_rewards_are_recorded_by_camera_and_servers_by_epoch(a_trainer, tmp_path):
-    class Asked(BrightnessReward):
+    class Asked(toy.BrightnessReward):
         calls = 0
 
         def __call__(self, videos, conditions):
@@ -590,7 +580,7 @@ def test_rewards_are_recorded_by_camera_and_servers_by_epoch(a_trainer, tmp_path
 
 
 def test_every_metric_of_dynamic_sampling_is_recorded_which_judges_by_the_weights_of_the_epoch(a_trainer, tmp_path):
-    rising = reward_config(schedules={"brightness": ((0, 1.0), (2, 3.0))})
+    rising = toy.reward_config(schedules={"brightness": ((0, 1.0), (2, 3.0))})
     run(a_trainer(reward=rising, dynamic_sampling=DYNAMIC))
     rows = metrics_of(tmp_path)
     found = [row["dyn/reward_mean_before"] / row["reward/brightness_mean"] for row in rows]
@@ -607,8 +597,8 @@ def test_a_full_first_round_trains_as_without_dynamic_sampling(a_trainer, tmp_pa
     plain, pooled = a_trainer(num_epochs=2), a_trainer(num_epochs=2, dynamic_sampling=DYNAMIC)
     for trainer in (plain, pooled):
         trainer.train()
-    assert torch.equal(weights_of(plain.updater.policy), weights_of(pooled.updater.policy))
-    assert not torch.equal(weights_of(plain.updater.policy), weights_of(ToyPolicy()))
+    assert torch.equal(toy.weights_of(plain.updater.policy), toy.weights_of(pooled.updater.policy))
+    assert not torch.equal(toy.weights_of(plain.updater.policy), toy.weights_of(toy.ToyPolicy()))
 
 
 def test_a_failing_phase_is_named(a_trainer):

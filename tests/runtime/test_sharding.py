@@ -12,19 +12,8 @@ from accelerate.utils import DistributedType
 from flow_grpo.models.adapters import Ema, apply_training_mode
 from flow_grpo.models.networks.transformers import stays_fp32
 from flow_grpo.models.wan_policy import WanPolicy
+from flow_grpo.runtime.ranks import sharding
 from flow_grpo.runtime.ranks.process_group import Group, World
-from flow_grpo.runtime.ranks.sharding import (
-    accelerator,
-    averaging_gradients,
-    is_sharded,
-    local,
-    on_every_call,
-    parallelize,
-    part_like,
-    take_step,
-    unwrap,
-    whole,
-)
 from tests.models.test_adapters import LORA
 from tests.models.test_wan_policy import condition, noisy, policy
 from tests.tiny_models import CPU, tiny_networks
@@ -54,27 +43,27 @@ def train(policy: WanPolicy, world: World, kind: str = "ddp", steps: int = 3) ->
     for _ in range(steps):
         for row in rows:
             one = slice(row, row + 1)
-            with averaging_gradients(policy.module, now=row == rows[-1]):
+            with sharding.averaging_gradients(policy.module, now=row == rows[-1]):
                 policy.velocity(latents[one], sigma[one], encoded.rows(one)).square().sum().backward()
         if world.data.size == 1:
             for parameter in policy.trained_parameters():
                 parameter.grad /= 2  # two ranks average their sums
-        norms.append(take_step(optimizer, 1.0).item())
+        norms.append(sharding.take_step(optimizer, 1.0).item())
         ema.update()
         with torch.no_grad():  # a rollout between updates
             policy.velocity(latents[rows[0] : rows[0] + 1], sigma[:1], encoded.rows(slice(0, 1)))
-    weights = [whole(p).flatten().clone() for p in policy.trained_parameters()]
+    weights = [sharding.whole(p).flatten().clone() for p in policy.trained_parameters()]
     with ema.applied():
-        weights += [whole(p).flatten().clone() for p in policy.trained_parameters()]
+        weights += [sharding.whole(p).flatten().clone() for p in policy.trained_parameters()]
     return norms, torch.cat(weights)
 
 
 def train_on_ranks(world: World, kind: str, mode: str, dtype: torch.dtype) -> tuple[bool, list[float], torch.Tensor]:
     torch.manual_seed(0)
     policy = made(mode, dtype)
-    policy.module = parallelize(policy.module, kind, CPU, world)
+    policy.module = sharding.parallelize(policy.module, kind, CPU, world)
     norms, weights = train(policy, world, kind)
-    return is_sharded(policy.module), norms, weights
+    return sharding.is_sharded(policy.module), norms, weights
 
 
 @pytest.mark.parametrize(
@@ -98,13 +87,14 @@ def test_two_ranks_train_to_the_numbers_of_one(kind, mode, dtype):
 
 def shards(world: World) -> tuple[list[tuple[int, int]], list[bool]]:
     policy = made("full")
-    policy.module = parallelize(policy.module, "fsdp2", CPU, world)
-    shares = [(local(p).numel(), p.numel()) for p in unwrap(policy.module).parameters()]
+    policy.module = sharding.parallelize(policy.module, "fsdp2", CPU, world)
+    shares = [(sharding.local(p).numel(), p.numel()) for p in sharding.unwrap(policy.module).parameters()]
     found = []
     for parameter in policy.trained_parameters():
         values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-        part = part_like(values, parameter)
-        found.append(local(part).shape == local(parameter).shape and torch.equal(whole(part), values))
+        part = sharding.part_like(values, parameter)
+        alike = sharding.local(part).shape == sharding.local(parameter).shape
+        found.append(alike and torch.equal(sharding.whole(part), values))
     return shares, found
 
 
@@ -115,12 +105,12 @@ def test_each_rank_holds_only_its_shard_and_full_values_are_sharded_like_the_par
     assert max(held) < 0.6
     assert all(map(all, found))
     plain = torch.nn.Parameter(torch.zeros(3))
-    assert torch.equal(part_like(torch.ones(3, dtype=torch.float64), plain), torch.ones(3))
+    assert torch.equal(sharding.part_like(torch.ones(3, dtype=torch.float64), plain), torch.ones(3))
 
 
 def reference_under_shards(world: World, mode: str, offload: bool) -> list[bool]:
     policy = made(mode)
-    policy.module = parallelize(policy.module, "fsdp2", CPU, world)
+    policy.module = sharding.parallelize(policy.module, "fsdp2", CPU, world)
     policy.keep_reference(offload=offload)
     encoded, arguments = policy.encode([condition(0)]), noisy(policy, [condition(0)])
     with torch.no_grad():
@@ -144,7 +134,7 @@ def test_the_reference_policy_does_not_change_under_fsdp2(mode, offload):
 
 def handed_over_under_shards(world: World, mode: str) -> tuple[bool, int]:
     policy, calls = made(mode), []
-    policy.module = parallelize(policy.module, "fsdp2", CPU, world)
+    policy.module = sharding.parallelize(policy.module, "fsdp2", CPU, world)
     policy.keep_reference()
     conditions = [condition(0), condition(1)]
     encoded, (latents, sigma) = policy.encode(conditions), noisy(policy, conditions)  # levels 0.2 and 0.9
@@ -155,7 +145,7 @@ def handed_over_under_shards(world: World, mode: str) -> tuple[bool, int]:
         with policy.reference():
             expected = torch.stack([policy.velocity(latents, sigma, encoded)[0], trained[1]])
         policy.boundary_ratio = 0.5
-        on_every_call(policy.module, lambda: calls.append(1))
+        sharding.on_every_call(policy.module, lambda: calls.append(1))
         rows = [slice(0, 2), slice(0, 1), slice(1, 2)][world.all.rank]  # both sides of the boundary, below, above
         found = policy.velocity(latents[rows], sigma[rows], encoded.rows(rows))
     moved = not torch.equal(trained[0], expected[0])
@@ -169,8 +159,8 @@ def test_sharded_ranks_whose_rows_lie_on_other_sides_of_the_boundary_make_the_sa
 
 def calls_counted(world: World, kind: str) -> list[int]:
     policy, calls = made("lora"), []
-    policy.module = parallelize(policy.module, kind, CPU, world)
-    on_every_call(policy.module, lambda: calls.append(torch.is_grad_enabled()))
+    policy.module = sharding.parallelize(policy.module, kind, CPU, world)
+    sharding.on_every_call(policy.module, lambda: calls.append(torch.is_grad_enabled()))
     conditions = [condition(0)]
     encoded, (latents, sigma) = policy.encode(conditions), noisy(policy, conditions)
     with torch.no_grad():
@@ -188,16 +178,17 @@ def test_every_call_of_the_network_is_counted_in_rollouts_and_updates(kind):
 def test_a_single_process_keeps_its_module():
     module = policy(mode="camera").module
     for kind in ("ddp", "fsdp2"):
-        assert parallelize(module, kind, CPU, World()) is module and not is_sharded(module)
+        assert sharding.parallelize(module, kind, CPU, World()) is module and not sharding.is_sharded(module)
 
 
 def gradients_between_passes(world: World) -> list[bool]:
     policy = made("attention")
-    policy.module = parallelize(policy.module, "fsdp2", CPU, world)
+    policy.module = sharding.parallelize(policy.module, "fsdp2", CPU, world)
     encoded, arguments = policy.encode([condition(0)]), noisy(policy, [condition(0)])
-    with averaging_gradients(policy.module, now=False):
+    with sharding.averaging_gradients(policy.module, now=False):
         policy.velocity(*arguments, encoded).square().mean().backward()
-    return [local(p.grad).numel() == local(p).numel() for p in policy.trained_parameters() if p.grad is not None]
+    pairs = [(p, p.grad) for p in policy.trained_parameters() if p.grad is not None]
+    return [sharding.local(grad).numel() == sharding.local(p).numel() for p, grad in pairs]
 
 
 def test_under_fsdp2_gradients_are_sharded_between_micro_batches_too():
@@ -208,7 +199,7 @@ def test_under_fsdp2_gradients_are_sharded_between_micro_batches_too():
 def accelerator_threads(world: World) -> int:
     del os.environ["OMP_NUM_THREADS"]  # accelerate then divides the cores itself
     torch.set_num_threads(3)
-    accelerator(CPU, world)
+    sharding.accelerator(CPU, world)
     return torch.get_num_threads()
 
 
@@ -218,7 +209,7 @@ def test_the_accelerator_keeps_the_number_of_threads() -> None:
 
 def accelerator_that_disagrees(world: World) -> str:
     with pytest.raises(RuntimeError) as caught:
-        accelerator(CPU, World.of(Group(world.all.rank, 5, world.all.gloo)))
+        sharding.accelerator(CPU, World.of(Group(world.all.rank, 5, world.all.gloo)))
     return str(caught.value)
 
 
@@ -229,7 +220,7 @@ def test_an_accelerator_with_another_number_of_processes_is_refused() -> None:
 def test_an_accelerator_on_another_kind_of_device_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(accelerate, "Accelerator", lambda cpu: types.SimpleNamespace(num_processes=1, device=CPU))
     with pytest.raises(RuntimeError, match=r"to cpu.*device is cuda:0; unset ACCELERATE_USE_CPU"):
-        accelerator(torch.device("cuda", 0), World())
+        sharding.accelerator(torch.device("cuda", 0), World())
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
@@ -243,4 +234,4 @@ def test_an_accelerate_configuration_that_shards_weights_is_refused(monkeypatch,
 
     monkeypatch.setattr(accelerate, "Accelerator", Sharding)
     with pytest.raises(ValueError, match=f"configured for {kind}.*start with torchrun"):
-        accelerator(CPU, World())
+        sharding.accelerator(CPU, World())
