@@ -141,7 +141,7 @@ def _assumed(config: Config, devices: int, rate: float, limit: float, cores: int
     frames, rows, columns = largest_size(config)
     speed, folder = f"{rate / 1e12:g} TFLOP/s (tools/device_report.py measures them)", config.model.path
     network = folder if Path(folder).is_dir() else f"Wan2.1-T2V-1.3B's, as there is no folder {folder}"
-    unknown = [name for name in config.reward.weights if READ.get(name, name) not in VIDEO]
+    unknown = [name for name in config.reward.weights if name not in READ and name not in VIDEO]
     free = f", {', '.join(unknown)} in no time" if unknown else ""
     return [
         "assumed:",

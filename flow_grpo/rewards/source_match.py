@@ -31,13 +31,12 @@ BINS = 1024  # of colour differences in [0, 1]
 QUERIES = 1024  # patches whose distances to all others are held at once
 
 
-def _patches(video: Tensor, stride: int) -> Tensor:
-    frames = shrink(rearrange(video, "c t h w -> t c h w").float(), COLUMNS)
+def _patches(frames: Tensor, stride: int) -> Tensor:
     return rearrange(functional.unfold(frames, PATCH, stride=stride), "t d n -> (t n) d")
 
 
 def _distance(query: Tensor, key: Tensor) -> Tensor:
-    """Return the mean rms colour distance, in [0, 1], of the patches of video `query` to their nearest of `key`."""
+    """Return the mean rms colour distance, in [0, 1], of the patches of frames `query` to their nearest of `key`."""
     first, second = _patches(query, QUERY_STRIDE), _patches(key, KEY_STRIDE)
     # A part at a time: all distances of a long, tall video take gigabytes.
     nearest = [torch.cdist(part, second).amin(-1) for part in first.split(QUERIES)]
@@ -46,7 +45,8 @@ def _distance(query: Tensor, key: Tensor) -> Tensor:
 
 def differences(video: Tensor, source: Tensor) -> Tensor:
     """Return (2,) colour distances of two videos (3, T, h, w): `video` not found in `source`, and the reverse."""
-    return torch.stack([_distance(video, source), _distance(source, video)])
+    first, second = (shrink(rearrange(each, "c t h w -> t c h w").float(), COLUMNS) for each in (video, source))
+    return torch.stack([_distance(first, second), _distance(second, first)])
 
 
 class SourceMatch:

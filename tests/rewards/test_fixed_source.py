@@ -6,6 +6,7 @@ import torch
 
 from flow_grpo.maths.poses import rot_err, trans_err
 from flow_grpo.rewards.camera.anchors import PosedFrames
+from flow_grpo.rewards.camera.features import find_features
 from flow_grpo.rewards.camera.fixed_source import FixedSource, make_fixed_source
 from flow_grpo.rewards.camera.pnp import camera_matrix
 from tests.textured_room import SMALL, depths, grey, intrinsics, shoot, slowed, source_path, spoiled, standing
@@ -39,7 +40,7 @@ def along(command, speed=1.0, take=3):
 def located(made, command, video):
     """Return the share of frames located, the mean error in degrees and in metres of those, and the poses."""
     path = slowed(command, FRAMES, 1.0)
-    found = torch.from_numpy(made.locate(grey(video), path.numpy()))
+    found = torch.from_numpy(made.locate(tuple(map(find_features, grey(video))), path.numpy()))
     seen = found.isfinite().all(-1).all(-1)
     errors = rot_err(path, found)[seen].rad2deg().mean(), trans_err(path, found)[seen].mean()
     return float(seen.double().mean()), *map(float, errors), found

@@ -187,12 +187,13 @@ def test_all_path_rewards_read_one_measurement(calls_made):
     conditions = [asked("arc_right"), asked("arc_right", slot=1)]
     first = camera_pose.PoseRot(measurer)(videos, conditions)
     second = camera_pose.PoseTrans(measurer)(videos.clone(), conditions)
-    assert calls_made == ["find_source", "locate_frames", "locate_frames"]
+    features = ["find_features"] * (2 * FRAMES - 1)  # both videos begin with the same picture
+    assert calls_made == ["find_source", *features, "locate_frames", "locate_frames"]
     third = Smooth(measurer)(videos, conditions)
     assert first.valid.all() and second.valid.all() and third.valid.all()
     assert Smooth().measurer is camera_pose.PoseRot().measurer
     camera_pose.PoseRot(measurer)(videos.flip(0), conditions)
-    assert calls_made == ["find_source", *["locate_frames"] * 4]
+    assert calls_made == ["find_source", *features, *["locate_frames"] * 4]
 
 
 def test_without_the_right_focal_length_there_is_no_value():
@@ -211,13 +212,14 @@ def test_without_the_right_focal_length_there_is_no_value():
 
 def test_a_crash_masks_its_own_row_and_is_tried_again(monkeypatch):
     measurer, locate_frames = camera_pose.PoseMeasurer(), camera_pose.locate_frames
-    videos = torch.stack([shot("arc_right"), 0.2 * shot("arc_right")])
+    videos = torch.stack([shot("arc_right"), shot("zoom_in")])
     conditions = [asked("arc_right")] * 2
+    calls = iter((False, True))
 
-    def sometimes(pictures, *others):
-        if pictures.mean() < 60:
+    def sometimes(seen, *others):
+        if next(calls):
             raise RuntimeError("the scorer is broken")
-        return locate_frames(pictures, *others)
+        return locate_frames(seen, *others)
 
     with monkeypatch.context() as patch:
         patch.setattr(camera_pose, "locate_frames", sometimes)
@@ -233,7 +235,7 @@ def _exit(*_):
 
 
 def test_a_process_that_dies_masks_its_rows(monkeypatch):
-    measurer = camera_pose.PoseMeasurer(workers=1)
+    measurer = camera_pose.PoseMeasurer(workers=2)  # a frame a call: the same bits
     video, conditions = shot("arc_right")[None], [asked("arc_right")]
     with monkeypatch.context() as patch:
         patch.setattr(camera_pose, "locate_frames", _exit)
@@ -254,7 +256,7 @@ def test_anchors_that_take_their_time_leave_the_poses_theirs(monkeypatch):
 
     monkeypatch.setattr(measurer.pool, "run", run)
     assert camera_pose.PoseRot(measurer)(shot("arc_right")[None], [asked("arc_right")]).valid.all()
-    assert given == {"anchors": 100.0, "camera poses": 100.0}
+    assert given == dict.fromkeys(("true views", "anchors", "features", "camera poses"), 100.0)
 
 
 def test_anchors_are_cached_by_source_up_to_a_limit(monkeypatch, calls_made):

@@ -11,7 +11,6 @@ from flow_grpo.rewards.camera.smooth import Smooth
 from flow_grpo.rewards.camera.view_disp import ViewDisp
 from flow_grpo.rewards.exposure import Exposure
 from flow_grpo.rewards.motion_mag import MotionMag
-from flow_grpo.rewards.process_pool import CallPool
 from flow_grpo.rewards.sharpness import Sharpness
 from flow_grpo.rewards.source_match import SourceMatch
 from flow_grpo.rewards.target_view import TargetPsnr, TargetView
@@ -58,7 +57,7 @@ class Scores:
 def weight_free_rewards() -> list[Reward]:
     """Return every reward that needs neither weights nor a server, run in this process; pose rewards share one PnP."""
     measurer = PoseMeasurer()
-    pose = [PoseRot(measurer), PoseTrans(measurer), Smooth(measurer), ViewDisp(CallPool())]
+    pose = [PoseRot(measurer), PoseTrans(measurer), Smooth(measurer), ViewDisp(measurer.features)]
     return [*pose, TargetView(), TargetPsnr(), SourceMatch(), MotionMag(), Exposure(), Sharpness()]
 
 

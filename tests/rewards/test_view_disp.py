@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from flow_grpo.records import Condition
-from flow_grpo.rewards.camera import view_disp
+from flow_grpo.rewards.camera import feature_pool, view_disp
+from flow_grpo.rewards.camera.feature_pool import FeaturePool
 from flow_grpo.rewards.camera.features import find_features
-from flow_grpo.rewards.camera.view_disp import ViewDisp, displacements, find_views
+from flow_grpo.rewards.camera.pose import PoseMeasurer, PoseRot
+from flow_grpo.rewards.camera.view_disp import ViewDisp, displacements
 from flow_grpo.rewards.process_pool import CallPool
 from tests.textured_room import condition, film, grey, source_path
 
@@ -26,14 +28,14 @@ def asked(preset: str, **changes: object) -> Condition:
 
 
 def score(videos: list[Tensor], conditions: list[Condition], reward: ViewDisp | None = None):
-    return (reward or ViewDisp(CallPool()))(torch.stack(videos), conditions)
+    return (reward or ViewDisp(FeaturePool(CallPool())))(torch.stack(videos), conditions)
 
 
 def test_a_shift_is_measured_in_pixels_of_a_picture_832_wide_and_late_frames_count_threefold():
     pictures = grey(shot("arc_right"))
-    moved = np.roll(pictures, 7, axis=2)
-    assert displacements(moved, find_views(pictures)) == pytest.approx([7] * FRAMES, abs=0.02)
-    assert displacements(pictures, find_views(pictures)).tolist() == [0] * FRAMES
+    there, moved = (tuple(map(find_features, shown)) for shown in (pictures, np.roll(pictures, 7, axis=2)))
+    assert displacements(moved, there) == pytest.approx([7] * FRAMES, abs=0.02)
+    assert displacements(there, there).tolist() == [0] * FRAMES
     video = shot("arc_right")
     late = video.clone()
     late[:, 2] = video[:, 2].roll(5, -1)
@@ -53,11 +55,10 @@ def test_a_frame_is_never_worse_than_the_cap():
 
 
 def test_eleven_matches_are_too_few():
-    picture = grey(shot("arc_right"))[:1]
-    features = find_features(picture[0])
+    features = find_features(grey(shot("arc_right"))[0])
     for count, known in ((11, False), (12, True)):
         few = dataclasses.replace(features, points=features.points[:count], descriptors=features.descriptors[:count])
-        assert np.isfinite(displacements(picture, (few,))).tolist() == [known]
+        assert np.isfinite(displacements((features,), (few,))).tolist() == [known]
 
 
 @pytest.mark.parametrize("preset", ["arc_right", "pan_right", "zoom_in"])
@@ -93,14 +94,19 @@ def test_without_a_true_view_of_its_shape_and_with_texture_a_sample_is_masked_wi
     assert result.values[1] == 0 and result.info["matched_frames"][1] == 1
 
 
-def test_true_views_are_cached_up_to_a_limit(monkeypatch, calls_made):
-    monkeypatch.setattr(view_disp, "VIEWS_KEPT", 1)
-    reward = ViewDisp(CallPool())
-    for presets in (("arc_right", "arc_right"), ("arc_right", "arc_right"), ("pan_right", "arc_right")):
-        result = score([shot(preset) for preset in presets], [asked(preset) for preset in presets], reward)
-        assert result.values.tolist() == [0, 0]
-    assert calls_made.count("find_views") == 2 and calls_made.count("displacements") == 6
+def test_a_picture_s_features_are_found_once_for_all_rewards_up_to_a_limit(monkeypatch, calls_made):
+    measurer = PoseMeasurer()
+    rewards = [PoseRot(measurer), ViewDisp(measurer.features)]
+    for reward in rewards:
+        score([shot("arc_right"), shot("pan_right")], [asked("arc_right")] * 2, reward)
+    once = 2 * FRAMES - 1  # the true view is the first of two videos that begin with the same picture
+    assert calls_made.count("find_features") == once
+    monkeypatch.setattr(feature_pool, "KEPT", 1)
+    reward = ViewDisp(FeaturePool(CallPool()))
+    for _ in range(2):
+        assert score([shot("arc_right")], [asked("arc_right")], reward).values.tolist() == [0]
+    assert calls_made.count("find_features") == once + FRAMES + (FRAMES - 1)
 
 
-def test_it_scores_in_the_processes_of_the_pose_rewards():
-    assert ViewDisp().pool is view_disp.shared_measurer().pool
+def test_it_reads_the_features_of_the_pose_rewards():
+    assert ViewDisp().features is view_disp.shared_measurer().features

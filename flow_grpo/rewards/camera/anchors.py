@@ -37,15 +37,15 @@ class PosedFrames:
     pictures: NDArray[np.uint8]  # (F, h, w) uint8 grey
     poses: Floats  # (F, 4, 4) float64 camera-to-world in metres; NaN for a source without poses, see `unposed.py`
     frames: tuple[int, ...]  # the number of each frame in its video
-    _features: dict[int, Features] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    features: dict[int, Features] = dataclasses.field(default_factory=dict, repr=False)  # of rows, as far as found
 
     def __len__(self) -> int:
         return len(self.frames)
 
     def __getitem__(self, row: int) -> Picture:
-        if row not in self._features:
-            self._features[row] = find_features(self.pictures[row])
-        return Picture(self.frames[row], self._features[row], self.poses[row])
+        if row not in self.features:
+            self.features[row] = find_features(self.pictures[row])
+        return Picture(self.frames[row], self.features[row], self.poses[row])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from scipy.spatial import cKDTree
 from scipy.spatial.transform import Rotation
 
 from flow_grpo.rewards.camera.anchors import PosedFrames
-from flow_grpo.rewards.camera.features import Features, Floats, find_features, match
+from flow_grpo.rewards.camera.features import Features, Floats, match
 from flow_grpo.rewards.camera.path_fit import COLUMNS, Matches, Points, fit_path
 
 KNOWN_SPREAD, UNKNOWN_SPREAD = 0.3, 1.0  # of the logarithm of depths: by a depth map, and by one number or none
@@ -42,16 +42,15 @@ class FixedSource:
     fault: str  # why it cannot be used, or ""
     metric: bool  # whether the depths are in metres; otherwise their unit is unknown
 
-    def locate(self, pictures: NDArray[np.uint8], command: Floats) -> Floats:
-        """Return the camera-to-world poses (F, 4, 4) float64 of a video's pictures, NaN where not located.
+    def locate(self, video: Sequence[Features], command: Floats) -> Floats:
+        """Return the camera-to-world poses (F, 4, 4) float64 of a video's frames, NaN where not located.
 
         Args:
-            pictures: (F, h, w) grey, of the instants of the source's frames.
+            video: features of its F frames, of the instants of the source's frames.
             command: (F, 4, 4) float64 camera-to-world poses to start from.
         """
         found: list[tuple[NDArray[np.int64], NDArray[np.int64], Floats]] = []
-        for frame, (picture, features, rows) in enumerate(zip(pictures, self.features, self.rows, strict=True)):
-            seen = find_features(picture)
+        for frame, (seen, features, rows) in enumerate(zip(video, self.features, self.rows, strict=True)):
             mine, theirs = match(features.descriptors, seen.descriptors)
             found.append((np.full(len(mine), frame), rows[mine], seen.points[theirs]))
         numbers, points, pixels = (np.concatenate(column) for column in zip(*found, strict=True))

@@ -27,9 +27,10 @@ from torch import Tensor
 from flow_grpo.maths.poses import rot_err, trans_err
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.camera.anchors import PosedFrames
+from flow_grpo.rewards.camera.feature_pool import FeaturePool, Views, together
 from flow_grpo.rewards.camera.find_source import AnySource, find_source
 from flow_grpo.rewards.camera.fixed_source import FixedSource
-from flow_grpo.rewards.camera.pnp import camera_matrix, locate_video
+from flow_grpo.rewards.camera.pnp import camera_matrix, locate
 from flow_grpo.rewards.frames import frame_numbers, frame_weights, grey_frames
 from flow_grpo.rewards.process_pool import CallPool, Outcome
 from flow_grpo.rewards.results import from_outcomes
@@ -46,6 +47,7 @@ MOST_WORKERS = 16
 SOURCES_KEPT, BATCHES_KEPT = 32, 2
 
 SourceKey = tuple[str, str, str, str]
+Job = tuple[Views, Sequence[int], AnySource, Tensor]  # arguments of `locate_frames`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +166,7 @@ class PoseMeasurer:
     def __init__(self, workers: int = 0, seconds: float = MOST_SECONDS) -> None:
         self.seconds = seconds
         self.pool = CallPool(workers)
+        self.features = FeaturePool(self.pool)
         self._sources: LruCache[SourceKey, AnySource] = LruCache(SOURCES_KEPT)
         self._batches: LruCache[str, list[Outcome[PoseErrors]]] = LruCache(BATCHES_KEPT)
 
@@ -180,16 +183,31 @@ class PoseMeasurer:
         if batch in self._batches:
             return self._batches[batch]
         found = self._find(conditions, keys)
-        sources = {row: outcome.value for row, outcome in enumerate(found) if outcome.value is not None}
-        jobs = [(pictures[row], frames, source, conditions[row].need_poses()) for row, source in sources.items()]
-        # A time limit of its own: slow anchors must not use up that of the poses.
-        located = self.pool.run(locate_frames, jobs, seconds=self.seconds, what="camera poses")
         outcomes = [Outcome[PoseErrors](None, outcome.fault, outcome.lacking) for outcome in found]
-        for (row, source), outcome in zip(sources.items(), located, strict=True):
-            outcomes[row] = outcome.then(functools.partial(_errors, source, conditions[row], frames))
+        sources = {row: outcome.value for row, outcome in enumerate(found) if outcome.value is not None}
+        # Time limits of their own: slow anchors must not use up that of the poses.
+        views = self.features([pictures[row] for row in sources], self.seconds, "features")
+        jobs = []
+        for (row, source), seen in zip(sources.items(), views, strict=True):
+            outcomes[row] = Outcome(None, seen.fault, seen.lacking)
+            if seen.value is not None:
+                jobs += [(row, job) for job in self._jobs(source, seen.value, frames, conditions[row].need_poses())]
+        parts = self.pool.run(locate_frames, [job for _, job in jobs], seconds=self.seconds, what="camera poses")
+        for row in {row: None for row, _ in jobs}:
+            own = together([part for (whose, _), part in zip(jobs, parts, strict=True) if whose == row])
+            path = own.then(np.concatenate)
+            outcomes[row] = path.then(functools.partial(_errors, sources[row], conditions[row], frames))
         if not any(outcome.failed for outcome in outcomes):
             self._batches[batch] = outcomes
         return outcomes
+
+    def _jobs(self, source: AnySource, seen: Views, frames: Sequence[int], path: Tensor) -> list[Job]:
+        """Split the work on a video for the pool, where its frames are located one by one."""
+        parts = 1 if isinstance(source, FixedSource) else max(1, min(self.pool.workers, len(frames)))
+        return [
+            (seen[rows[0] : rows[-1] + 1], frames[rows[0] : rows[-1] + 1], source, path)
+            for rows in np.array_split(np.arange(len(frames)), parts)
+        ]
 
     def sources(self, conditions: Sequence[Condition]) -> list[Outcome[AnySource]]:
         """Return each condition's anchors; the outcome of a source without usable anchors is `lacking`."""
@@ -206,6 +224,10 @@ class PoseMeasurer:
                 missing[key] = condition
         found |= {key: Outcome(self._sources[key]) for key in keys if key in self._sources}
         jobs = [_facts(condition) for condition in missing.values()]
+        shown = [target for _, target, _, _ in jobs if target is not None]
+        views = self.features([target.pictures for target in shown], self.seconds, "true views")
+        for target, seen in zip(shown, views, strict=True):
+            target.features.update(enumerate(seen.value or ()))  # else the call for the anchors says what is wrong
         made = self.pool.run(find_source, jobs, seconds=self.seconds, what="anchors")
         found |= dict(zip(missing, made, strict=True))
         for key, outcome in found.items():
@@ -217,13 +239,20 @@ class PoseMeasurer:
         return [found[key] for key in keys]
 
 
-def locate_frames(
-    pictures: NDArray[np.uint8], frames: Sequence[int], source: AnySource, path: Tensor
-) -> NDArray[np.float64]:
-    """Return the poses (F, 4, 4) of a video's pictures (F, h, w), NaN where not located; `path` is the command."""
+def locate_frames(seen: Views, frames: Sequence[int], source: AnySource, path: Tensor) -> NDArray[np.float64]:
+    """Return the poses (F, 4, 4) of F frames of a video by their features, NaN where not located.
+
+    Args:
+        seen: features of the frames.
+        frames: the number of each in its video.
+        source: what locates them.
+        path: (T, 4, 4) the command, of the whole video.
+    """
     if isinstance(source, FixedSource):
-        return source.locate(pictures, path[list(frames)].double().numpy())
-    return locate_video(pictures, frames, source.views, source.camera)
+        return source.locate(seen, path[list(frames)].double().numpy())
+    return np.stack(
+        [locate(each, frame, source.views, source.camera) for each, frame in zip(seen, frames, strict=True)]
+    )
 
 
 def _errors(source: AnySource, condition: Condition, frames: Sequence[int], found: NDArray[np.float64]) -> PoseErrors:
