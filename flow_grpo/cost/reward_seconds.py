@@ -25,15 +25,15 @@ VIDEO = {
 # Once for the videos of a source (features: of a true view); these use all cores.
 SOURCE = {"features": (1.3, 2.6), "pose": (4.3, 5.5), "view_disp": (0.0, 0.0)}
 # Measurements that rewards share, each made once; other rewards are their own.
-READ = dict.fromkeys(("pose_rot", "pose_trans", "pose_dir", "smooth"), {"features", "pose"})
-READ |= {"view_disp": {"features", "view_disp"}}
-READ |= dict.fromkeys(("room_rot", "room_trans", "room_content"), {"room"})
+READ = {name: ["features", "pose"] for name in ("pose_rot", "pose_trans", "pose_dir", "smooth")}
+READ |= {"view_disp": ["features", "view_disp"]}
+READ |= {name: ["room"] for name in ("room_rot", "room_trans", "room_content")}
 
 
 def reward_seconds(names: Collection[str], size: tuple[int, int, int], videos: int, sources: int, cores: int) -> float:
     """Return the seconds of a batch of videos of so many sources; rewards that are not measured take none."""
     found = 0.0
-    parts = set[str]().union(*(READ.get(name, {name}) for name in names))
+    parts = {part for name in names for part in READ.get(name, [name])}
     for name in parts & VIDEO.keys():
         least, most = (3_840, 55_296) if name.startswith("room") else (3_294_720, 32_348_160)  # pixels of all frames
         for (low, high), count in ((VIDEO[name], videos), (SOURCE.get(name, (0.0, 0.0)), sources)):
