@@ -22,7 +22,7 @@ VIDEO = {
     "room_pose": (0.04, 0.36),
     "room_tracks": (0.13, 0.67),
 }
-# Once for the videos of a source (features: of a true view); these use all cores.
+# Once for the videos of a source (features: of a true view); these use all cores, features and poses frame by frame.
 SOURCE = {"features": (1.3, 2.6), "pose": (4.3, 5.5), "view_disp": (0.0, 0.0)}
 # Measurements that rewards share, each made once; other rewards are their own.
 READ = {name: ["features", "pose"] for name in ("pose_rot", "pose_trans", "pose_dir", "smooth")}

@@ -70,20 +70,24 @@ class ViewDisp:
         shown = [conditions[row].target_video for row in rows]
         targets = [grey_frames(target, frames) for target in shown if target is not None]  # all: the causes say so
         pictures = [grey_frames(videos[row], frames) for row in rows]
-        found = self.features([*targets, *pictures], MOST_SECONDS, "displacements")
+        found = self.features([*targets, *pictures], MOST_SECONDS, "features")
+        pairs: dict[int, tuple[Views, Views]] = {}
         for row, view, own in zip(rows, found[: len(rows)], found[len(rows) :], strict=True):
-            pair = together([view, own])
+            both = together([own, view])
+            scores[row] = Outcome(None, both.fault, both.lacking)
             if view.value is not None and all(len(one) < LEAST_MATCHES for one in view.value):
                 where = f"{conditions[row].scene} {conditions[row].target_camera}"
                 text = f"no frame of the true view {where} has {LEAST_MATCHES} features: no texture"
-                pair = Outcome(None, text, lacking=True)
-            scores[row] = pair.then(functools.partial(_score, width=videos.shape[-1]))
+                scores[row] = Outcome(None, text, lacking=True)
+            elif both.value is not None:
+                pairs[row] = (both.value[0], both.value[1])
+        moved = self.features.pool.run(displacements, [*pairs.values()], seconds=MOST_SECONDS, what="displacements")
+        for (row, (_, views)), outcome in zip(pairs.items(), moved, strict=True):
+            scores[row] = outcome.then(functools.partial(_score, views=views, width=videos.shape[-1]))
         return from_outcomes(scores, self.measures)
 
 
-def _score(pair: tuple[Views, Views], width: int) -> tuple[float, float, float]:
-    views, video = pair
-    pixels = displacements(video, views)
+def _score(pixels: Floats, views: Views, width: int) -> tuple[float, float, float]:
     visible = torch.tensor([len(view) >= LEAST_MATCHES for view in views])
     moved = torch.from_numpy(pixels) * (CAP_COLUMNS / width)
     matched = ~moved.isnan()
