@@ -64,6 +64,7 @@ VARIANTS = {
         "supervised fine-tuning on the demo's true videos", recipe="tiny_recam", labels=12800, epochs=0
     ),
     "demo": Variant("the demo", recipe="tiny_recam"),
+    "twin_base": Variant("the demo's base, sampled as my_recam_8npu", "my_recam_8npu_tiny", TWIN, epochs=0),
     "twin": Variant("RL as my_recam_8npu", recipe="my_recam_8npu_tiny", knobs=TWIN),
 }
 RANKS = 2  # that the recipes are written for
@@ -103,7 +104,7 @@ PAIRS = (
     ("sft_rl", "sft"),
     ("demo", "demo_base"),
     ("demo_sft", "demo_base"),
-    ("twin", "demo_base"),
+    ("twin", "twin_base"),
 )
 MEASURES = {  # of a held-out condition -> title and decimals
     "trans_err_m": ("TransErr m", 3),
