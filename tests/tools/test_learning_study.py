@@ -54,7 +54,9 @@ def commands(places, monkeypatch):
         (name,) = re.findall(r"run.name=(\w+)", " ".join(command))
         kind, _, number = name.rpartition("_")
         error = {"rl": 0.5, "sft": 0.8}.get(kind, 1.0)
-        leave_run(places / "out" / name, abs(float(number) - 120) if kind.startswith("constant_") else error)
+        if kind.startswith("constant_"):
+            error = abs(int(kind.removeprefix("constant_")) - 120) + abs(int(number) - 135)
+        leave_run(places / "out" / name, error)
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(study.subprocess, "run", run)
@@ -102,8 +104,8 @@ def test_labels_come_first_and_count_and_the_constant_is_chosen_on_the_split_for
     record = json.loads((places / "records" / "sft_rl_1.json").read_text())
     assert record["forward_equivalents"] == 1000 + 3 * study.VARIANTS["sft_rl"].labels
     assert record["minutes"] == round((90 + 10) / 60, 2)
-    assert all("--config.eval.split=tune" in each for each in rest[:-1]) and len(rest) == 13
-    assert "--config.model.kind=tools/study/scaled_recam.py:by_120_120" in rest[-1]
+    assert all("--config.eval.split=tune" in each for each in rest[:-1]) and len(rest) == 12
+    assert "--config.model.kind=tools/study/scaled_recam.py:by_120_135" in rest[-1]
 
 
 def test_a_run_that_failed_leaves_no_record_and_an_unknown_variant_is_one_line(places, monkeypatch, capsys):
