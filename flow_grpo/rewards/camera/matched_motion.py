@@ -75,8 +75,11 @@ def find_motion(pictures: NDArray[np.uint8], focal_px: float) -> Motion:
     parallax = max(_parallax(pair, rays, rotations) for pair in pairs)
     turned = Motion(poses, 0, parallax)
     at, point, feature = _tracks(pairs, [len(one) for one in features])
-    if parallax < LEAST_PARALLAX_DEG or not len(at):
+    enough = np.bincount(at, minlength=len(pictures)) >= GATE  # a frame that shares no points would have any position
+    frames, kept = np.flatnonzero(enough), enough[at]
+    if parallax < LEAST_PARALLAX_DEG or not len(frames):
         return turned
+    at, point, feature = at[kept], np.unique(point[kept], return_inverse=True)[1], feature[kept]
     looks, pixels = (
         np.stack([of[one][row] for one, row in zip(at, feature, strict=True)])
         for of in (rays, [one.points for one in features])
@@ -91,11 +94,12 @@ def find_motion(pictures: NDArray[np.uint8], focal_px: float) -> Motion:
     points = fit.triangulated(good)
     if points < LEAST_POINTS:
         return turned
-    enough = np.bincount(rows[good], minlength=len(frames)) >= GATE
-    moved = poses.copy()
-    moved[frames] = np.where(enough[:, None, None], fit.poses, np.nan)
-    rotations[frames] = fit.poses[:, :3, :3]
-    return Motion(moved, points, max(_parallax(pair, rays, rotations) for pair in pairs))
+    found = np.bincount(rows[good], minlength=len(frames)) >= GATE
+    moved = np.full_like(poses, np.nan)
+    moved[frames[found]] = fit.poses[found]
+    seen = [pair for pair in pairs if np.isfinite(moved[[pair.first, pair.second]]).all()]
+    wide = [_parallax(pair, rays, moved[:, :3, :3]) for pair in seen]
+    return Motion(moved, points, max(wide, default=parallax))
 
 
 def _rays(features: Features, focal_px: float, width: int, height: int) -> Floats:
