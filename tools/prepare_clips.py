@@ -55,6 +55,7 @@ def main(words: list[str] | None = None) -> int:
         sizes = {clip: video_size(clip) for clip in clips}
         check(args, sizes)
         known = {clip: poses_beside(clip) for clip in clips}
+        lenses = {clip: lens_of(known[clip], args.focal_px, sizes[clip][2]) for clip in clips}
         paths = {
             clip: torch.stack([camera_path(path, args.frames, frame_rate(clip)) for path in args.camera])
             for clip in clips
@@ -63,8 +64,7 @@ def main(words: list[str] | None = None) -> int:
         held_out = order[: round(args.val * len(clips))]
         with atomic_path(args.out) as partial:
             for clip in clips:
-                lens = lens_of(known[clip], args.focal_px, sizes[clip][2])
-                scene = partial / ("val" if clip in held_out else "train") / lens / clip.stem
+                scene = partial / ("val" if clip in held_out else "train") / lenses[clip] / clip.stem
                 write_scene(scene, clip, paths[clip], args.camera, args.depth)
                 if (file := known[clip]) is not None:
                     poses = source_path(file, args.frames, args.unit)
@@ -72,7 +72,7 @@ def main(words: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         return fail(error)
     print(f"{len(clips)} clips along {len(args.camera)} camera paths, {len(held_out)} of them held out: {args.out}")
-    if unknown := [clip.name for clip in clips if not lens_of(known[clip], args.focal_px, sizes[clip][2])]:
+    if unknown := [clip.name for clip in clips if not lenses[clip]]:
         print(f"focal length unknown, so no reward can measure the cameras of {', '.join(unknown)}: pass --focal-px")
     return 0
 
