@@ -32,7 +32,9 @@ def anchored(size: tuple[int, int], frames: int) -> Source:
 
 def found(video: Tensor) -> NDArray[np.float64]:
     source = anchored((video.shape[2], video.shape[3]), video.shape[1])
-    return locate_video(grey(video), range(video.shape[1]), source.views, source.camera)
+    return locate_video(
+        [find_features(picture) for picture in grey(video)], range(video.shape[1]), source.views, source.camera
+    )
 
 
 def errors(video: Tensor, path: Tensor, name: str = "") -> tuple[Tensor, Tensor]:

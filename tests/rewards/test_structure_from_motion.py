@@ -11,6 +11,7 @@ from flow_grpo.maths.path_errors import path_errors
 from flow_grpo.maths.poses import PRESETS, pose, preset_path, rotation_matrix
 from flow_grpo.rewards.camera import structure_from_motion as motion
 from flow_grpo.rewards.camera.anchors import PosedFrames, make_source
+from flow_grpo.rewards.camera.features import find_features
 from flow_grpo.rewards.camera.pnp import camera_matrix, locate_video
 from flow_grpo.rewards.camera.structure_from_motion import Estimate, reconstruct
 from flow_grpo.runtime.video_file import write_video
@@ -113,7 +114,9 @@ def test_it_agrees_with_the_reward_it_is_to_check(preset, size):
     measured = errors(commanded, seen)
     camera, frames = camera_matrix(intrinsics(size).tolist()), tuple(range(ALL_FRAMES))
     known = PosedFrames(grey(film("source", size, ALL_FRAMES)), source_path(ALL_FRAMES).numpy(), frames)
-    located = locate_video(grey(video), frames, make_source(known, None, camera).views, camera)
+    located = locate_video(
+        [find_features(picture) for picture in grey(video)], frames, make_source(known, None, camera).views, camera
+    )
     reward = path_errors(commanded, torch.from_numpy(located), metric=True)
     between = path_errors(torch.from_numpy(located), torch.from_numpy(seen.poses))
     shape = "undefined" if measured["trans_sim3_rel"] is None else f"{measured['trans_sim3_rel']:.5f}"

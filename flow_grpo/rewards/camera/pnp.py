@@ -15,7 +15,7 @@ import numpy as np
 from cv2.typing import MatLike
 from numpy.typing import NDArray
 
-from flow_grpo.rewards.camera.features import Features, Floats, find_features, match
+from flow_grpo.rewards.camera.features import Features, Floats, match
 
 GATE = 12  # fewest inliers of a pose; with 6, even a tiled picture yields a pose
 RANSAC_PIXELS = 2.5  # largest reprojection error of an inlier ...
@@ -47,17 +47,17 @@ def camera_matrix(intrinsics: Sequence[float]) -> Floats:
 
 
 def locate_video(
-    pictures: NDArray[np.uint8], frames: Sequence[int], views: Sequence[MappedView], camera: Floats
+    seen: Sequence[Features], frames: Sequence[int], views: Sequence[MappedView], camera: Floats
 ) -> Floats:
-    """Return the camera-to-world poses (F, 4, 4) float64 in metres of a video's pictures, NaN where not located.
+    """Return the camera-to-world poses (F, 4, 4) float64 in metres of a video's frames, NaN where not located.
 
     Args:
-        pictures: (F, h, w) grey.
+        seen: features of F frames.
         frames: the number of each in its video.
         views: the anchors.
         camera: (3, 3) from `camera_matrix`.
     """
-    return np.stack([locate(find_features(p), at, views, camera) for p, at in zip(pictures, frames, strict=True)])
+    return np.stack([locate(features, at, views, camera) for features, at in zip(seen, frames, strict=True)])
 
 
 def locate(features: Features, frame: int, views: Sequence[MappedView], camera: Floats) -> Floats:

@@ -30,7 +30,7 @@ from flow_grpo.rewards.camera.anchors import PosedFrames
 from flow_grpo.rewards.camera.feature_pool import FeaturePool, Views, together
 from flow_grpo.rewards.camera.find_source import AnySource, find_source
 from flow_grpo.rewards.camera.fixed_source import FixedSource
-from flow_grpo.rewards.camera.pnp import camera_matrix, locate
+from flow_grpo.rewards.camera.pnp import camera_matrix, locate_video
 from flow_grpo.rewards.frames import frame_numbers, frame_weights, grey_frames
 from flow_grpo.rewards.process_pool import CallPool, Outcome
 from flow_grpo.rewards.results import from_outcomes
@@ -250,9 +250,7 @@ def locate_frames(seen: Views, frames: Sequence[int], source: AnySource, path: T
     """
     if isinstance(source, FixedSource):
         return source.locate(seen, path[list(frames)].double().numpy())
-    return np.stack(
-        [locate(each, frame, source.views, source.camera) for each, frame in zip(seen, frames, strict=True)]
-    )
+    return locate_video(seen, frames, source.views, source.camera)
 
 
 def _errors(source: AnySource, condition: Condition, frames: Sequence[int], found: NDArray[np.float64]) -> PoseErrors:

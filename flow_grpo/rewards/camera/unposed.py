@@ -49,7 +49,8 @@ def make_unposed_source(source: PosedFrames, target: PosedFrames | None, camera:
 
 def metres(made: Source, target: PosedFrames) -> float | None:
     """Return the metres in a source's unit, by least squares over the path of the true view; None if not known."""
-    centres = locate_video(target.pictures, target.frames, made.views, made.camera)[:, :3, 3]
+    features = [target[row].features for row in range(len(target))]
+    centres = locate_video(features, target.frames, made.views, made.camera)[:, :3, 3]
     seen = np.isfinite(centres).all(1)
     known = target.poses[:, :3, 3]
     if seen.mean() < OVERLAP_SHARE or np.linalg.norm(known[seen], axis=1).max() < LEAST_PATH_M:
