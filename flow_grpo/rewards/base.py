@@ -6,6 +6,7 @@ this package, a function or class that a run names by its place, see `rewards/ow
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import importlib
@@ -29,6 +30,8 @@ from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.own_code import is_own, why_it_fails
 
 logger = logging.getLogger(__name__)
+
+MOST_PREPARED = 12  # conditions: the features of 12 true views are kept, those of more push each other out
 
 
 class Reward(Protocol):
@@ -100,6 +103,19 @@ class RewardSet:
         """Return reward name -> model and version, for rewards computed by a server that has answered."""
         servers = [reward for reward in self.rewards if isinstance(reward, RemoteReward)]
         return {reward.name: " ".join(reward.identity) for reward in servers if reward.identity is not None}
+
+    def prepare(self, conditions: Sequence[Condition]) -> None:
+        """Measure now what depends on conditions alone, where a reward of this package keeps it.
+
+        Nothing is raised: what fails here is tried again, and said, when videos are scored.
+        """
+        known = {(one.scene, one.source_camera, one.target_camera): one for one in conditions}
+        for reward in self.rewards:
+            if hasattr(reward, "prepare") and not is_own(reward.name):
+                self.on_call(reward.name)
+                with contextlib.suppress(Exception):
+                    reward.prepare([*known.values()][:MOST_PREPARED])
+                self.on_call("")
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> dict[str, RewardResult]:
         """Return reward name -> result of B rows for CPU fp32 videos (B, 3, T, h, w) in [0, 1]."""

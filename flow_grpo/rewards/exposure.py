@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.frames import frame_numbers, luma
-from flow_grpo.rewards.references import once_per_condition
+from flow_grpo.rewards.references import References
 from flow_grpo.rewards.results import all_valid
 
 DARK, BRIGHT = 5 / 255, 250 / 255  # colours at or beyond these are clipped
@@ -87,13 +87,16 @@ class Exposure:
     floor = 0.005
     measures = tuple(name for name, _, _ in PARTS)
 
+    def __init__(self) -> None:
+        self.prepare = References(_range)
+
     @torch.no_grad()
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
         """Score videos (B, 3, T, h, w); ValueError for fewer than 3 frames, in which flicker is not defined."""
         if videos.shape[2] < 3:
             raise ValueError(f"flicker needs at least 3 frames, got videos of {videos.shape[2]}")
         tolerances, scales = (torch.tensor([part[place] for part in PARTS]) for place in (1, 2))
-        low, high = once_per_condition(conditions, _range).unbind(1)
+        low, high = self.prepare(conditions).unbind(1)
         found = torch.stack([looks(video) for video in videos])
         excess = (torch.maximum(found - high, low - found) - tolerances).clamp(min=0)
         values = -(excess / scales).clamp(max=1).mean(1)

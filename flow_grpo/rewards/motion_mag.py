@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flow_grpo.records import Condition, RewardResult
-from flow_grpo.rewards.references import once_per_condition
+from flow_grpo.rewards.references import References
 from flow_grpo.rewards.results import all_valid
 
 GREY_LEVEL = 1 / 255  # colour difference below which nothing counts as motion
@@ -29,11 +29,14 @@ class MotionMag:
     floor = 0.02  # 2 % more or less motion
     measures = ("motion",)
 
+    def __init__(self) -> None:
+        self.prepare = References(_reference_motion)
+
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
         """Score videos (B, 3, T, h, w); ValueError for a single frame."""
         if videos.shape[2] < 2:
             raise ValueError(f"motion needs at least 2 frames, got videos of {videos.shape[2]}")
-        wanted = once_per_condition(conditions, _reference_motion)
+        wanted = self.prepare(conditions)
         found = motion(videos.float())
         values = -((found + GREY_LEVEL) / (wanted + GREY_LEVEL)).log().abs()
         return all_valid(conditions, values, {"motion": found})

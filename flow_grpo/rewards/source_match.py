@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from flow_grpo.maths.pictures import shrink
 from flow_grpo.records import Condition, RewardResult
-from flow_grpo.rewards.references import once_per_condition
+from flow_grpo.rewards.references import References
 from flow_grpo.rewards.results import all_valid
 
 COLUMNS = 48  # width, at most, of the pictures that patches are taken from
@@ -63,11 +63,14 @@ class SourceMatch:
     floor = 0.003  # colour difference that a codec's noise makes
     measures = ("new", "lost")
 
+    def __init__(self) -> None:
+        self.prepare = References(_allowed)
+
     @torch.no_grad()
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
         """Score (B, 3, T, h, w) videos in [0, 1]."""
         found = torch.stack([differences(v, c.need_source()) for v, c in zip(videos, conditions, strict=True)])
-        allowed = once_per_condition(conditions, _allowed)
+        allowed = self.prepare(conditions)
         values = -(found - allowed).clamp(min=0).mean(-1)
         return all_valid(conditions, values, {"new": found[:, 0], "lost": found[:, 1]})
 

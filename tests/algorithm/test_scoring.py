@@ -95,6 +95,23 @@ def test_overlapped_scores_equal_serial_ones():
     assert clock.hidden["score"] >= 0 and not serial_clock.hidden
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_depends_on_conditions_alone_is_measured_before_there_are_videos(overlap):
+    watching, done = Watching(), threading.Event()
+
+    def prepare(conditions):
+        watching.seen.append(([one.gid for one in conditions], threading.current_thread().name))
+        done.set()
+
+    watching.prepare = prepare
+    with queue(watching, Clock(CPU), overlap=overlap) as scoring:
+        scoring.prepare([group(3, 4), group(4, 4)])
+        assert done.wait(20 if overlap else 0) == overlap
+        scoring.add(tuple(group(3, 4)), latents_of(3))
+        scoring.rewards()
+    assert (watching.seen[0] == ([3, 4], "scoring_0")) == overlap
+
+
 def test_a_batch_is_measured_while_the_next_one_is_sampled():
     sampled_on = threading.Event()
     with queue(Watching(sampled_on), Clock(CPU), overlap=True) as scoring:

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from flow_grpo.maths.poses import PRESETS, preset_path, trans_err
 from flow_grpo.records import Condition, Depth
+from flow_grpo.rewards.base import RewardSet
 from flow_grpo.rewards.camera import pose as camera_pose
 from flow_grpo.rewards.camera.smooth import Smooth
+from flow_grpo.rewards.camera.view_disp import ViewDisp
 from flow_grpo.rewards.process_pool import CallPool
 from tests import textured_room as room
 from tests.maths.test_path_errors import lost, path
@@ -194,6 +196,23 @@ def test_all_path_rewards_read_one_measurement(calls_made):
     assert Smooth().measurer is camera_pose.PoseRot().measurer
     camera_pose.PoseRot(measurer)(videos.flip(0), conditions)
     assert calls_made == ["find_source", *features, *["locate_frames"] * 4]
+
+
+def test_anchors_and_true_views_can_be_found_before_there_is_a_video(calls_made):
+    measurer = camera_pose.PoseMeasurer()
+    both = [camera_pose.PoseRot(measurer), ViewDisp(measurer.features)]
+    rewards, conditions = (
+        RewardSet(both, {reward.name: 1.0 for reward in both}),
+        [asked("arc_right", target_video=shot("arc_right"))],
+    )
+    rewards.prepare(conditions)
+    assert sorted(set(calls_made)) == ["find_features", "find_source"]
+    before, video = len(calls_made), shot("zoom_in")[None]
+    found = rewards(video, conditions)
+    # The true view begins with the same picture as every video.
+    assert calls_made[before:] == [*["find_features"] * (FRAMES - 1), "locate_frames", "displacements"]
+    fresh = camera_pose.PoseRot(camera_pose.PoseMeasurer())(video, conditions)
+    assert torch.equal(found["pose_rot"].values, fresh.values)
 
 
 def test_without_the_right_focal_length_there_is_no_value():

@@ -101,6 +101,7 @@ class Collector:
         overlap = self.config.reward.overlap
         with ScoringQueue(self.policy, self.rewards, clock, world, overlap=overlap).open() as queue:
             with world.sync_errors(phase):
+                queue.prepare([conditions for _, conditions, _ in encoded])
                 sampled = []
                 for number, batch in enumerate(encoded):
                     sampled.append(self._roll_out(*batch[1:], shared, clock, queue))

@@ -89,6 +89,12 @@ class ScoringQueue:
         # once they are decoded; for the log.
         self.first_videos = torch.empty(0)
 
+    def prepare(self, batches: Sequence[Sequence[Condition]]) -> None:
+        """Measure what depends on the round's conditions alone while its first batch is sampled, in overlap only."""
+        if self.overlap:
+            rows = [batch[self.world.dealt_rows(number, len(batch))] for number, batch in enumerate(batches)]
+            self._thread.submit(self.reward_set.prepare, [one for batch in rows for one in batch])
+
     def add(self, conditions: tuple[Condition, ...], latents: Tensor) -> None:
         """Queue final latents (B, C, F, H, W).
 

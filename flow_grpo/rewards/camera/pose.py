@@ -33,6 +33,7 @@ from flow_grpo.rewards.camera.fixed_source import FixedSource
 from flow_grpo.rewards.camera.pnp import camera_matrix, locate_video
 from flow_grpo.rewards.frames import frame_numbers, frame_weights, grey_frames
 from flow_grpo.rewards.process_pool import CallPool, Outcome
+from flow_grpo.rewards.references import VideosKey, videos_key
 from flow_grpo.rewards.results import from_outcomes
 from flow_grpo.runtime.lru import LruCache
 from flow_grpo.runtime.processes import usable_cores
@@ -46,7 +47,6 @@ MOST_SECONDS = 600.0  # for each stage of a batch: anchors, poses, displacements
 MOST_WORKERS = 16
 SOURCES_KEPT, BATCHES_KEPT = 32, 2
 
-SourceKey = tuple[str, str, str, str]
 Job = tuple[Views, Sequence[int], AnySource, Tensor]  # arguments of `locate_frames`
 
 
@@ -118,23 +118,6 @@ def direction_error(errors: PoseErrors) -> float:
     return float(cosine.clamp(0, 1).acos().rad2deg())
 
 
-def _source_key(condition: Condition) -> SourceKey:
-    # Scene, cameras and a hash of all that anchors are made from. A true view's camera counts: the frames that can be
-    # scored depend on that view, and so do the anchors of a source without parallax.
-    content = hashlib.blake2b(digest_size=16)
-    cameras = [(condition.source_video, condition.source_poses), (condition.target_video, condition.target_poses)]
-    for video, poses in cameras:
-        if video is not None:
-            content.update(repr(tuple(video.shape)).encode())
-            content.update(grey_frames(video[..., ::8, ::8], frame_numbers(video.shape[1])).tobytes())
-            content.update(b"" if poses is None else poses.double().numpy().tobytes())
-    depth = condition.source_depth
-    for known in (condition.intrinsics, *(depth or ())):
-        content.update(b"" if known is None else known.double().numpy().tobytes())
-    target = "" if condition.target_video is None else condition.target_camera
-    return condition.scene, condition.source_camera, target, content.hexdigest()
-
-
 def _facts(
     condition: Condition,
 ) -> tuple[PosedFrames, PosedFrames | None, NDArray[np.float64], NDArray[np.float64] | None]:
@@ -167,14 +150,14 @@ class PoseMeasurer:
         self.seconds = seconds
         self.pool = CallPool(workers)
         self.features = FeaturePool(self.pool)
-        self._sources: LruCache[SourceKey, AnySource] = LruCache(SOURCES_KEPT)
+        self._sources: LruCache[VideosKey, AnySource] = LruCache(SOURCES_KEPT)
         self._batches: LruCache[str, list[Outcome[PoseErrors]]] = LruCache(BATCHES_KEPT)
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> list[Outcome[PoseErrors]]:
         """Return the errors of each of B CPU videos (B, 3, T, h, w) in [0, 1], or why there are none."""
         frames = frame_numbers(videos.shape[2])
         pictures = [grey_frames(video, frames) for video in videos]
-        keys = [_source_key(condition) for condition in conditions]
+        keys = [videos_key(condition) for condition in conditions]
         content = hashlib.blake2b(repr(keys).encode(), digest_size=16)
         for picture, condition in zip(pictures, conditions, strict=True):
             content.update(picture.tobytes())
@@ -211,11 +194,11 @@ class PoseMeasurer:
 
     def sources(self, conditions: Sequence[Condition]) -> list[Outcome[AnySource]]:
         """Return each condition's anchors; the outcome of a source without usable anchors is `lacking`."""
-        return self._find(conditions, [_source_key(condition) for condition in conditions])
+        return self._find(conditions, [videos_key(condition) for condition in conditions])
 
-    def _find(self, conditions: Sequence[Condition], keys: Sequence[SourceKey]) -> list[Outcome[AnySource]]:
-        found: dict[SourceKey, Outcome[AnySource]] = {}
-        missing: dict[SourceKey, Condition] = {}
+    def _find(self, conditions: Sequence[Condition], keys: Sequence[VideosKey]) -> list[Outcome[AnySource]]:
+        found: dict[VideosKey, Outcome[AnySource]] = {}
+        missing: dict[VideosKey, Condition] = {}
         for key, condition in zip(keys, conditions, strict=True):
             if condition.intrinsics is None:
                 text = f"{condition.scene} {condition.source_camera} has no known focal length"
@@ -282,6 +265,10 @@ class PathReward:
 
     def __init__(self, measurer: PoseMeasurer | None = None) -> None:
         self.measurer = shared_measurer() if measurer is None else measurer
+
+    def prepare(self, conditions: Sequence[Condition]) -> None:
+        """Find the anchors of conditions."""
+        self.measurer.sources(conditions)
 
     def read(self, errors: PoseErrors) -> tuple[float, ...]:
         """Return the value, then measurements in their own units."""

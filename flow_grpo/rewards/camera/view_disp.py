@@ -61,6 +61,11 @@ class ViewDisp:
     def __init__(self, features: FeaturePool | None = None) -> None:
         self.features = shared_measurer().features if features is None else features
 
+    def prepare(self, conditions: Sequence[Condition]) -> None:
+        """Find the features of true views."""
+        shown = [one.target_video for one in conditions if one.target_video is not None]
+        self.features([grey_frames(view, frame_numbers(view.shape[1])) for view in shown], MOST_SECONDS, "true views")
+
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
         """Score (B, 3, T, h, w) videos in [0, 1]; not valid where there is no target video of the same shape."""
         frames = frame_numbers(videos.shape[2])
