@@ -151,9 +151,12 @@ def _rewards_waited_for(config: Config, videos: int, cores: int, rollout_s: floa
     """Return the seconds of scoring an epoch's batches of so many videos that sampling the next ones does not hide."""
     sample = config.sample
     sources = math.ceil(videos / sample.k) if sample.layout == "contiguous" else videos
-    one = reward_seconds(config.reward.weights, largest_size(config), videos, sources, cores)
     others = math.ceil(sample.expanded_batch_size / config.train.context_parallel / videos) - 1
-    return one + others * max(0.0, one - config.reward.overlap * rollout_s / (others + 1))
+    names, size = config.reward.weights, largest_size(config)
+    one = reward_seconds(names, size, videos, 0, cores)
+    before = reward_seconds(names, size, 0, sources * (others + 1), cores)  # while the first batch is sampled
+    hidden = config.reward.overlap * rollout_s / (others + 1)
+    return one + others * max(0.0, one - hidden) + max(0.0, before - hidden)
 
 
 def evaluations(config: Config) -> int:

@@ -45,7 +45,7 @@ def _distance(query: Tensor, key: Tensor) -> Tensor:
 
 def differences(video: Tensor, source: Tensor) -> Tensor:
     """Return (2,) colour distances of two videos (3, T, h, w): `video` not found in `source`, and the reverse."""
-    first, second = (shrink(rearrange(each, "c t h w -> t c h w").float(), COLUMNS) for each in (video, source))
+    first, second = (rearrange(shrink(each.float(), COLUMNS), "c t h w -> t c h w") for each in (video, source))
     return torch.stack([_distance(first, second), _distance(second, first)])
 
 
