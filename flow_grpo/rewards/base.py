@@ -173,14 +173,19 @@ def _checked(reward: Reward, result: RewardResult, count: int) -> RewardResult:
     return RewardResult(values, valid, tuple(causes), info, result.faults | unusable)
 
 
-def try_rewards(rewards: RewardSet, condition: Condition) -> None:
+def try_rewards(rewards: RewardSet, condition: Condition, *, whole_groups: bool = True) -> None:
     """Refuse rewards that would fail all samples of a run.
 
     Those of the user's own score a video twice, servers are asked who they are.
 
+    Args:
+        rewards: of the run.
+        condition: one of its data.
+        whole_groups: every call in training has all copies of its groups.
+
     Raises:
         ConfigError: one needs what the data lacks, fails, or does not return what a reward returns.
-        ValueError: a server does not answer.
+        ValueError: a server does not answer, or needs whole groups where there are none.
     """
     for reward in rewards.rewards:
         lacking = [field for field in getattr(reward, "needs", ()) if getattr(condition, field) is None]
@@ -191,7 +196,7 @@ def try_rewards(rewards: RewardSet, condition: Condition) -> None:
     videos, conditions = torch.stack([video] * 2), (condition, condition)
     for reward in rewards.rewards:
         if isinstance(reward, RemoteReward):
-            reward.try_server()
+            reward.try_server(whole_groups)
         if not is_own(reward.name):
             continue
         try:

@@ -14,9 +14,9 @@ LAST_FRAME_WEIGHT = 3.0  # times the first frame's
 LUMA = (0.299, 0.587, 0.114)
 
 
-def frame_numbers(frames: int) -> list[int]:
-    """Return which frames of a video are scored: all up to 21, else 21 from the first to the last."""
-    count = min(frames, MOST_FRAMES)
+def frame_numbers(frames: int, most: int = MOST_FRAMES) -> list[int]:
+    """Return which frames of a video are scored: all up to `most`, else as many from the first to the last."""
+    count = min(frames, most)
     return [round(number) for number in np.linspace(0, frames - 1, count).tolist()]
 
 

@@ -144,7 +144,10 @@ def _load(config: Config, device: torch.device, world: World) -> tuple[Split, Po
         policy = build_policy(config, device)
         check_sizes(policy, train, held_out)
         rewards = parts.build_rewards(config, config.reward.weights, world)
-        try_rewards(rewards, train.condition(0))
+        sample = config.sample
+        together = sample.layout == "contiguous" and sample.train_batch_size % sample.k == 0
+        whole_groups = together and config.train.context_parallel == 1
+        try_rewards(rewards, train.condition(0), whole_groups=whole_groups)
         evaluator = parts.build_evaluator(config, policy, held_out, world)
     return train, policy, rewards, evaluator
 

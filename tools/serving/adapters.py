@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import os
 import sys
 import tempfile
@@ -19,14 +20,17 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn import functional
 
 from flow_grpo.maths.poses import relative
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.camera.pose import compare, rotation_value, translation_value
+from flow_grpo.rewards.frames import frame_numbers
 from flow_grpo.rewards.remote.protocol import to_pixels
 from flow_grpo.rewards.results import all_valid
 from flow_grpo.runtime.video_file import write_video
 from tools.serving.names import PUBLISHED
+from tools.serving.preprocessor import Preprocessor
 from tools.serving.scoring_service import checksum
 
 
@@ -49,10 +53,12 @@ class Adapter:
     files: tuple[str, ...] = ()  # that this folder must hold; none if it is a single file
     scores: tuple[str, ...]
     needs: tuple[str, ...] = ()
+    pictures = False  # it scores `AdapterSettings.frames` pictures, and so asks for no others
 
     def __init__(self, settings: AdapterSettings) -> None:
         """Find package and weights, and load; ValueError where either is missing."""
-        self._settings = settings
+        self._settings, self.device = settings, settings.device
+        self.wants: dict[str, object] = {"frames": settings.frames} if self.pictures else {}
         self._weights = self._find_weights()
         package = self._import_package()
         self.model = f"{self.scores[0].partition('_')[0]}:{self._weights.name}"
@@ -122,6 +128,8 @@ class Hpsv3(Adapter):
     install = "pip install hpsv3, in an environment of its own"
     weights = "the file HPSv3.safetensors of MizzenAI/HPSv3; Qwen/Qwen2-VL-7B-Instruct must be in the local cache"
     scores = ("hpsv3",)
+    needs = ("prompt",)
+    pictures = True
 
     def load(self, package: ModuleType) -> None:
         weights, device = str(self._weights), str(self._settings.device)
@@ -146,6 +154,8 @@ class ClipScore(Adapter):
     weights = "a folder of openai/clip-vit-large-patch14 with weights, tokenizer and preprocessor_config.json"
     files = ("config.json", "preprocessor_config.json")
     scores: tuple[str, ...] = ("clip",)
+    needs = ("prompt",)
+    pictures = True
 
     def load(self, package: ModuleType) -> None:
         processor = package.AutoProcessor.from_pretrained(str(self._weights), local_files_only=True)
@@ -178,6 +188,7 @@ class MapAnythingPoses(Adapter):
     weights = "a folder of facebook/map-anything-apache (config.json and model.safetensors)"
     files = ("config.json", "model.safetensors")
     scores = ("mapanything_rot", "mapanything_trans")
+    needs = ("camera",)
 
     def load(self, package: ModuleType) -> None:
         model = package.MapAnything.from_pretrained(str(self._weights), local_files_only=True)
@@ -202,8 +213,77 @@ def pose_scores(commanded: Tensor, estimated: Tensor) -> dict[str, float]:
     return {"mapanything_rot": rotation_value(errors), "mapanything_trans": translation_value(errors)}
 
 
+class LocalModel(Adapter):
+    """A model of `transformers` in a local folder, in fp32; `Preprocessor` makes its input."""
+
+    module = "transformers"
+    install = "pip install transformers"
+    files: tuple[str, ...] = ("config.json", "preprocessor_config.json")
+    kinds: tuple[str, ...]  # `model_type` of its config.json
+    pictures = True
+
+    def load(self, package: ModuleType) -> None:
+        kind = json.loads((self._weights / "config.json").read_text(encoding="utf-8")).get("model_type")
+        if kind not in self.kinds:
+            raise ValueError(f"--weights holds a {kind!r} model, must be {self.weights}")
+        self._preprocess = Preprocessor(self._weights / "preprocessor_config.json")
+        model = package.AutoModel.from_pretrained(self._weights, local_files_only=True, dtype=torch.float32)
+        self._model = model.eval().to(self.device)
+
+    def pixels(self, video: Tensor) -> Tensor:
+        """Return the frames that are scored of a video (3, T, h, w) as the model takes them, (n, 3, H, W)."""
+        return torch.stack([self._preprocess(picture) for picture in _frames(video, self._settings.frames)])
+
+
+class DinoContent(LocalModel):
+    """Content agreement: cosine of the class tokens of a frame and of the source's frame of that time, mean over some.
+
+    As ReCamMaster's CLIP-V (2503.11647), by DINOv2 (2304.07193) or DINOv3 (2508.10104).
+    """
+
+    weights = "a folder of facebook/dinov2-base or dinov3-vitb16-pretrain-lvd1689m, or another size of these"
+    kinds = ("dinov2", "dinov2_with_registers", "dinov3_vit")
+    scores = ("dino_content",)
+    needs = ("source",)
+
+    def score(self, video: Tensor, condition: Condition) -> Mapping[str, float]:
+        pixels = torch.cat([self.pixels(video), self.pixels(condition.need_source())])
+        tokens = self._model(pixel_values=pixels.to(self.device)).last_hidden_state[:, 0]
+        return {"dino_content": float(functional.cosine_similarity(*tokens.chunk(2)).mean())}
+
+
+class SiglipText(LocalModel):
+    """Agreement with the prompt: the logit of SigLIP (2303.15343), cosine times scale plus bias, mean over some frames.
+
+    SigLIP 2 (2502.14786) in one resolution is of the same classes; NaFlex is not.
+    """
+
+    weights = "a folder of google/siglip-so400m-patch14-384 or siglip2-so400m-patch14-384 with weights and tokenizer"
+    kinds = ("siglip",)
+    scores = ("siglip_text",)
+    needs = ("prompt",)
+
+    def load(self, package: ModuleType) -> None:
+        super().load(package)
+        try:
+            self._tokenizer = package.AutoTokenizer.from_pretrained(self._weights, local_files_only=True)
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"{self._weights} has no tokenizer that can be read: {error}") from error
+
+    def score(self, video: Tensor, condition: Condition) -> Mapping[str, float]:
+        length = self._model.config.text_config.max_position_embeddings
+        text = self._tokenizer([condition.prompt], padding="max_length", max_length=length, truncation=True)
+        pixels, ids = self.pixels(video), torch.tensor(text["input_ids"])
+        logits = self._model(pixel_values=pixels.to(self.device), input_ids=ids.to(self.device)).logits_per_image
+        return {"siglip_text": float(logits.mean())}
+
+
 ADAPTERS: Mapping[str, type[Adapter]] = dict(
-    zip(PUBLISHED, (VideoAlign, Hpsv3, ClipScore, PickScore, MapAnythingPoses), strict=True)
+    zip(
+        PUBLISHED,
+        (VideoAlign, Hpsv3, ClipScore, PickScore, MapAnythingPoses, DinoContent, SiglipText),
+        strict=True,
+    )
 )
 
 
@@ -220,5 +300,4 @@ def refuse_downloads() -> None:
 
 def _frames(video: Tensor, count: int) -> list[Image.Image]:
     """Return `count` evenly spread frames of a video (3, T, h, w), first and last included."""
-    rows = torch.linspace(0, video.shape[1] - 1, min(count, video.shape[1])).round().long()
-    return [Image.fromarray(picture.numpy()) for picture in to_pixels(video[:, rows])]
+    return [Image.fromarray(p.numpy()) for p in to_pixels(video[:, frame_numbers(video.shape[1], count)])]

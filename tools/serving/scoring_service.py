@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -14,17 +15,15 @@ from flow_grpo import rewards
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.base import Reward, RewardSet
 from flow_grpo.rewards.remote import protocol
+from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.lru import LruCache
 
-NEEDS: Mapping[str, tuple[str, ...]] = {  # companion videos of the rewards that do not look at both
-    "target_view": ("target",),
-    "target_psnr": ("target",),
-    "view_disp": ("target",),
-    "room_pose": (),
-    "room_tracks": (),
-    "room_rot": (),
-    "room_trans": (),
-    "room_content": (),
+CPU = torch.device("cpu")
+NEEDS: Mapping[str, tuple[str, ...]] = {  # what this project's rewards read; one of one's own may look at both videos
+    **dict.fromkeys(("target_view", "target_psnr", "view_disp"), ("target",)),
+    **dict.fromkeys(("source_match", "source_texture", "motion_mag", "exposure"), ("source",)),
+    **dict.fromkeys(("pose_rot", "pose_trans", "pose_dir", "smooth"), ("source", "camera")),
+    **dict.fromkeys(("room_pose", "room_tracks", "room_rot", "room_trans", "room_content"), ("camera",)),
     "sharpness": (),
 }
 REPLIES_KEPT = 64  # for a client that timed out and asks again, or asks for another score of the same model
@@ -36,7 +35,9 @@ class Scorer(Protocol):
     model: str
     version: str  # checksum of its weights, or of its code if it has none
     scores: tuple[str, ...]  # names of those that it gives every video
-    needs: tuple[str, ...]  # companion videos it looks at: any of "source", "target"
+    needs: tuple[str, ...]  # what it reads beside the video: any of `protocol.READ`
+    device: torch.device  # whose memory it takes
+    wants: Mapping[str, object]  # of `frames`, `size`, `fps` and `groups` of `protocol.Health`, those it asks for
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> Mapping[str, RewardResult]:
         """Return score name -> result of B rows for fp32 videos (B, 3, T, h, w) in [0, 1]."""
@@ -58,13 +59,17 @@ def checksum(path: Path, pattern: str = "*") -> str:
 class LocalScorer:
     """A reward of this project as a hosted model."""
 
+    device, wants = CPU, MappingProxyType[str, object]({})
+
     def __init__(self, reward: Reward) -> None:
         self._reward, self._set = reward, RewardSet([reward], {reward.name: 1.0})
         self.model = reward.name
         # The code of all rewards: a reward's value depends on more files than its own.
         self.version = checksum(Path(rewards.__file__).parent, "*.py")
         self.scores: tuple[str, ...] = (reward.name.rpartition(":")[2],)  # NAME of an own one's FILE.py:NAME
-        self.needs = NEEDS.get(reward.name, ("source", "target"))
+        fields = getattr(reward, "needs", ())
+        declared = [kind for kind, field in (("prompt", "prompt"), ("camera", "target_poses")) if field in fields]
+        self.needs = NEEDS.get(reward.name, ("source", "target", *declared))
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> dict[str, RewardResult]:
         return {self.scores[0]: self._set.call(self._reward, videos, conditions)}
@@ -79,17 +84,23 @@ class RefusedError(Exception):
 
 
 class ScoringService:
-    """Decodes requests, scores them and caches the latest replies; only `read` may run concurrently."""
+    """Decodes requests, scores them and caches the latest replies; only `read` may run concurrently.
 
-    def __init__(self, scorer: Scorer, max_bytes: int) -> None:
+    `wants` overrides what the scorer asks for.
+    """
+
+    def __init__(self, scorer: Scorer, max_bytes: int, wants: Mapping[str, object] = MappingProxyType({})) -> None:
         self.scorer = scorer
         self.max_bytes = max_bytes
+        self.wants = {**scorer.wants, **wants}
         self._replies: LruCache[str, bytes] = LruCache(REPLIES_KEPT)
 
     def health(self) -> dict[str, Any]:
+        """Return what `GET /health` answers; `peak_gib` is the most memory since the start of process and device."""
         scorer = self.scorer
         about = {"protocol": protocol.PROTOCOL, "model": scorer.model, "version": scorer.version}
-        return about | {"rewards": scorer.scores, "needs": scorer.needs, "max_bytes": self.max_bytes}
+        about |= {"rewards": scorer.scores, "needs": scorer.needs, "max_bytes": self.max_bytes, **self.wants}
+        return about | {"peak_gib": {d.type: device_api.memory(d).get("peak") for d in (CPU, scorer.device)}}
 
     def read(self, body: bytes) -> protocol.Request:
         """Return the content of a request; RefusedError if it breaks the protocol or asks for other scores."""

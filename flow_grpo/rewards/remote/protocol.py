@@ -19,25 +19,33 @@ import torch
 from einops import rearrange
 from safetensors.torch import load, save
 from torch import Tensor
+from torch.nn import functional
 
 from flow_grpo.records import Condition, RewardResult
+from flow_grpo.rewards.frames import frame_numbers
 
 PROTOCOL = 3
 TOKEN = "FLOW_GRPO_REWARD_TOKEN"  # read at every use and stored nowhere: what an object holds ends up in logs
 STARS = "***"
 MAX_TEXT = 300  # longest text kept from the other side, in characters
+MOST = 8192  # frames, rows or columns that a server may ask for
 
 IDS = ("index", "gid", "slot")
 FIELDS = (*IDS, "prompt", "scene", "source_camera", "target_camera", "preset", "fps")
+READ = ("source", "target", "prompt", "camera")  # what a score can be made of beside the video
 TENSORS = ("target_poses", "source_poses", "reference_pose", "intrinsics")
 
 
 @dataclasses.dataclass(frozen=True)
 class Health:
-    """Description of a server."""
+    """Description of a server; a request holds what it wants of every sample, see `as_wanted`."""
 
-    needs: tuple[str, ...]  # videos to send with each sample: any of "source", "target"
+    needs: tuple[str, ...]  # any of `READ`; of these the videos "source" and "target" are sent only where needed
     max_bytes: int  # size limit of a request
+    frames: int | None = None  # most frames of a video
+    size: tuple[int, int] | None = None  # rows and columns
+    fps: float | None = None  # frames per second
+    groups: bool = False  # the copies of a group come in one request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +115,16 @@ def read_health(content: bytes, name: str) -> tuple[tuple[str, str], Health]:
     _check_version(sent.get("protocol"))
     if name not in sent["rewards"]:
         raise ValueError(f"server scores {', '.join(sent['rewards'])}, not {name}")
-    return _identity(sent), Health(tuple(sorted({"source", "target"} & set(sent["needs"]))), int(sent["max_bytes"]))
+    needs = tuple(kind for kind in READ if kind in set(sent["needs"]))
+    frames, size, fps = (sent.get(field) for field in ("frames", "size", "fps"))
+    counts = [1 if frames is None else frames, *((1, 1) if size is None else size)]
+    if not (len(counts) == 3 and all(type(count) is int and 0 < count <= MOST for count in counts)):
+        text = f"must be a number and a pair of rows and columns within 1..{MOST}, or null"
+        raise ValueError(f"server asks for frames {frames!r} of size {size!r}, {text}")
+    if fps is not None and not 0 < fps < math.inf:
+        raise ValueError(f"server asks for fps {fps!r}, must be above 0, or null")
+    groups = bool(sent.get("groups"))
+    return _identity(sent), Health(needs, int(sent["max_bytes"]), frames, size and (size[0], size[1]), fps, groups)
 
 
 def _identity(sent: Mapping[str, Any]) -> tuple[str, str]:
@@ -121,6 +138,44 @@ def companions(condition: Condition, needs: Sequence[str]) -> dict[str, Tensor]:
     """Return the "source" and "target" videos of a condition that a server needs and that there are."""
     videos = {kind: getattr(condition, f"{kind}_video", None) for kind in needs}
     return {kind: video for kind, video in videos.items() if video is not None}
+
+
+def as_wanted(videos: Tensor, conditions: Sequence[Condition], health: Health) -> tuple[Tensor, list[Condition]]:
+    """Return videos (B, 3, T, h, w) and their conditions with the frames and of the size that a server asks for.
+
+    Frames are spread evenly from the first to the last: at most `frames`, and as many as play at about `fps` (of the
+    sample with the most). Poses are those of the frames; a condition's `fps` is the rate at which these play. Pictures
+    are resized as by PIL (bilinear, antialiased), intrinsics in pixels with them.
+    """
+    if (health.frames, health.size, health.fps) == (None, None, None):
+        return videos, list(conditions)
+    total, height, width = videos.shape[2:]
+    count = min(total, health.frames or total)
+    if health.fps is not None:
+        rates = (health.fps / condition.fps for condition in conditions)
+        count = min(count, max(2, 1 + round((total - 1) * max(rates))))
+    rows = frame_numbers(total, count)
+    down, across = (1.0, 1.0) if health.size is None else (health.size[0] / height, health.size[1] / width)
+
+    def fitted(video: Tensor) -> Tensor:
+        frames = video[:, rows].transpose(0, 1)
+        if health.size is not None:
+            frames = functional.interpolate(frames, health.size, mode="bilinear", antialias=True)
+        return frames.transpose(0, 1)
+
+    sent = []
+    for condition in conditions:
+        changes: dict[str, Any] = {
+            f"{kind}_video": fitted(v) for kind, v in companions(condition, health.needs).items()
+        }
+        for field in ("target_poses", "source_poses"):
+            path = getattr(condition, field)
+            changes[field] = None if path is None else path[rows]
+        if condition.intrinsics is not None:
+            changes["intrinsics"] = condition.intrinsics * torch.tensor([across, down, across, down])
+        rate = condition.fps * (count - 1) / (total - 1) if count > 1 else condition.fps
+        sent.append(dataclasses.replace(condition, fps=rate, **changes))
+    return torch.stack([fitted(video) for video in videos]), sent
 
 
 def encode_request(name: str, videos: Tensor, conditions: Sequence[Condition], needs: Sequence[str]) -> bytes:

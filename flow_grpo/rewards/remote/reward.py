@@ -81,7 +81,7 @@ class RemoteReward:
                     values[rows], faulty[rows] = result.values, result.faults
                     for row, cause in zip(rows, result.causes, strict=True):
                         causes[row] = cause
-                    left = left[len(rows) :]
+                    left = [row for row in left if row not in rows]
                 self._failed_calls = 0
             except ServiceError as error:
                 # After one failed request the rest of the batch is not sent, so that a call stays bounded in time.
@@ -97,14 +97,19 @@ class RemoteReward:
         valid = torch.tensor([not cause for cause in causes])
         return RewardResult(values, valid, tuple(causes), faulty=faulty)
 
-    def try_server(self) -> None:
-        """Ask the server who it is, before a run depends on it.
+    def try_server(self, whole_groups: bool = True) -> None:
+        """Ask the server who it is, before a run depends on it; `whole_groups`: each call has all copies of a group.
 
         Raises:
-            ValueError: it does not answer, or gives no such score.
+            ValueError: it does not answer, gives no such score, or compares copies that no call has together.
         """
         try:
-            self._check_health()
+            if self._check_health().groups and not whole_groups:
+                raise ValueError(
+                    f"{self.name} compares the copies of a group, which this run scores apart: pass "
+                    "--config.sample.layout=contiguous, --config.train.context_parallel=1 and a "
+                    "--config.sample.train_batch_size that is a multiple of sample.k"
+                )
         except ServiceError as error:
             raise ValueError(
                 f"{self.name} {error}; start its server (tools/reward_server.py) or mend reward.remote.{self._score}"
@@ -122,14 +127,22 @@ class RemoteReward:
     def _results(
         self, videos: Tensor, conditions: Sequence[Condition], rows: list[int]
     ) -> Iterator[tuple[list[int], RewardResult]]:
-        """Yield rows and their result, request by request: as many rows as the server takes at once."""
+        """Yield rows and their result, request by request: as many rows, or groups, as the server takes at once."""
         health = self._check_health()
-        companions = [protocol.companions(conditions[row], health.needs).values() for row in rows]
+        videos, given = protocol.as_wanted(videos[rows], [conditions[row] for row in rows], health)
+        companions = [protocol.companions(condition, health.needs).values() for condition in given]
         most = videos[0].numel() + max(sum(video.numel() for video in sent) for sent in companions)  # bytes of a sample
         share = max(1, (health.max_bytes - MARGIN) // most)
-        for start in range(0, len(rows), share):
-            part = rows[start : start + share]
-            asked = [conditions[row] for row in part]
+        units: dict[int, list[int]] = {}  # places in `rows` that stay together
+        for place, condition in enumerate(given):
+            units.setdefault(condition.gid if health.groups else place, []).append(place)
+        parts: list[list[int]] = [[]]
+        for unit in units.values():
+            if parts[-1] and len(parts[-1]) + len(unit) > share:
+                parts.append([])
+            parts[-1] += unit
+        for part in parts:
+            asked = [given[place] for place in part]
             body = protocol.encode_request(self._score, videos[part], asked, health.needs)
             read = functools.partial(protocol.read_reply, name=self._score, conditions=asked)
             begin = time.monotonic()
@@ -140,7 +153,7 @@ class RemoteReward:
                 raise
             finally:
                 self._seconds.append(time.monotonic() - begin)
-            yield part, result
+            yield [rows[place] for place in part], result
 
     def _check_health(self) -> protocol.Health:
         if self._health is None:

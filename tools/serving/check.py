@@ -1,0 +1,150 @@
+"""Does a judge order a known-good video above broken ones? What `tools/reward_server.py --check` asks a server."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from flow_grpo.data.tiny_world import FURNISHED, caption, make_scene
+from flow_grpo.maths.pictures import blur
+from flow_grpo.maths.poses import relative
+from flow_grpo.maths.room import render_video, stack_rooms
+from flow_grpo.records import Condition
+from flow_grpo.rewards.remote import protocol
+from flow_grpo.rewards.remote.http_client import ask
+from flow_grpo.rewards.remote.reward import HEALTH_S, RemoteReward, RetryPolicy
+from tools.common import markdown_table
+
+SPEC = dataclasses.replace(FURNISHED, frames=17, height=240, width=416)
+SCENES = 3
+PATHS = ("far_arc_left", "far_arc_right")  # the command and the wrong camera, in turn
+WRONG_PROMPT = "a herd of elephants drinks at a river"
+VIEW = ("camera", "target")
+# Broken video -> what of `protocol.READ` a judge must read for it to be asked; () asks every one.
+CASES: Mapping[str, tuple[str, ...]] = {
+    "frozen": VIEW,
+    "reversed": VIEW,
+    "mirrored": (*VIEW, "source"),
+    "blurred": (),  # but not of a judge of cameras: it may see through blur
+    "noise": (),
+    "wrong camera": VIEW,
+    "wrong prompt": ("prompt",),
+}
+
+
+def not_asked(case: str, needs: tuple[str, ...]) -> str:
+    """Return why a judge with these needs is not asked about a case, or ""."""
+    wanted = CASES[case]
+    if wanted and not set(wanted) & set(needs):
+        return f"not asked: reads no {' or '.join(wanted)}"
+    return "not asked: judges the camera" if case == "blurred" and "camera" in needs else ""
+
+
+def examples(number: int) -> tuple[Condition, dict[str, Tensor]]:
+    """Film a furnished room.
+
+    Returns:
+        A condition with source, true view, cameras and prompt, and "known-good" and each of `CASES` -> its video
+        (3, T, h, w).
+    """
+    names = ("moving", *(PATHS if number % 2 else PATHS[::-1]))
+    scene = make_scene(SPEC, "check", number, names)
+    poses, start = scene.poses, scene.poses[0, 0]
+    rooms = stack_rooms([scene.room] * len(names))
+    source, good, wrong = render_video(rooms, poses.float(), SPEC.intrinsics(), SPEC.height, SPEC.width, 2)
+    condition = Condition(
+        index=number,
+        gid=time.time_ns(),  # a server that was checked before must not answer from memory
+        slot=0,
+        prompt=f"{caption(source)}, two columns, two tables and pictures on the walls",
+        source_video=source,
+        target_video=good,
+        target_poses=relative(start, poses[1]),
+        source_poses=relative(start, poses[0]),
+        reference_pose=start,
+        intrinsics=SPEC.intrinsics(),
+        scene=f"check/scene{number}",
+        source_camera=names[0],
+        target_camera=names[1],
+    )
+    noise = torch.rand(good.shape, generator=torch.Generator().manual_seed(number))
+    return condition, {
+        "known-good": good,
+        "frozen": good[:, :1].expand_as(good),
+        "reversed": good.flip(1),
+        "mirrored": good.flip(3),
+        "blurred": blur(good, SPEC.width / 40),
+        "noise": noise,
+        "wrong camera": wrong,
+        "wrong prompt": good,
+    }
+
+
+def check(url: str, timeout_s: float) -> int:
+    """Print for every score of a server how it orders broken videos, and what a score costs; return the exit code.
+
+    Raises:
+        ServiceError: the server does not say what it is.
+        ValueError: what it says cannot be read.
+    """
+    url = url.rstrip("/")
+    names = json.loads(ask(f"{url}/health", HEALTH_S))["rewards"]
+    (model, version), health = protocol.read_health(ask(f"{url}/health", HEALTH_S), names[0])
+    asked = ["known-good", *(case for case in CASES if not not_asked(case, health.needs))]
+    judges = [RemoteReward(name, url, RetryPolicy(timeout_s=timeout_s, delays_s=())) for name in names]
+    scores: dict[str, list[list[float]]] = {name: [] for name in names}  # a row per scene, as `asked`
+    causes: dict[str, str] = {}
+    seconds = []
+    for number in range(SCENES):
+        condition, films = examples(number)
+        prompts = [WRONG_PROMPT if case == "wrong prompt" else condition.prompt for case in asked]
+        given = [dataclasses.replace(condition, slot=slot, prompt=prompt) for slot, prompt in enumerate(prompts)]
+        videos = torch.stack([films[case] for case in asked])
+        for judge, name in zip(judges, names, strict=True):
+            begun = time.monotonic()
+            result = judge(videos, given)
+            seconds += [(time.monotonic() - begun) / len(asked)] * (judge is judges[0])  # the model runs once
+            # No value for a broken video is as good as a low one, unless measuring failed.
+            unknown = torch.where(result.faults, torch.inf, -torch.inf)
+            row = torch.where(result.valid, result.values, unknown).tolist()
+            scores[name].append(row)
+            causes |= {f"{name}, {case}": cause for case, cause in zip(asked, result.causes, strict=True) if cause}
+    print(f"{model} ({version}) reads the video and {', '.join(health.needs) or 'nothing else'}\n")
+    wrong = [fault for name in names for fault in _table(name, asked, scores[name], health.needs)]
+    for place, cause in causes.items():
+        print(f"no score of {place}: {cause}")
+    peak = json.loads(ask(f"{url}/health", HEALTH_S)).get("peak_gib") or {}
+    memory = " and ".join(f"{gib:.2f} GiB ({kind})" for kind, gib in peak.items() if gib) or "not said"
+    frames, height, width = (protocol.as_wanted(films["noise"][None], [condition], health)[0].shape)[2:]
+    print(
+        f"{min(seconds):.3f} s a score of {frames}x{height}x{width}, with sending; the server's peak memory: {memory}"
+    )
+    print(
+        f"does not order above: {'; '.join(wrong)}" if wrong else "orders the known-good videos above all it is asked"
+    )
+    return int(bool(wrong))
+
+
+def _table(name: str, asked: list[str], scores: list[list[float]], needs: tuple[str, ...]) -> list[str]:
+    """Print a score's table; return the broken videos that it does not always put below the known-good one."""
+    rows, wrong = [["known-good", _mean(scores, 0), ""]], []
+    for case in CASES:
+        if case not in asked:
+            rows.append([case, "", not_asked(case, needs)])
+            continue
+        place = asked.index(case)
+        below = sum(row[place] < row[0] < torch.inf for row in scores)
+        rows.append([case, _mean(scores, place), f"below in {below} of {len(scores)}"])
+        wrong += [f"{name} {case}"] * (below < len(scores))
+    print("\n".join(markdown_table((name, "mean", ""), rows)), end="\n\n")
+    return wrong
+
+
+def _mean(scores: list[list[float]], place: int) -> str:
+    finite = [row[place] for row in scores if abs(row[place]) < torch.inf]
+    return f"{sum(finite) / len(finite):.4f}" if finite else "no score"
