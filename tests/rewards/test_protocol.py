@@ -90,6 +90,56 @@ def test_what_a_server_needs_counts_once_however_often_it_says_so():
     assert protocol.read_health(json.dumps(said).encode(), "beauty")[1].needs == ("source", "target")
 
 
+@pytest.mark.parametrize(
+    ("said", "match"),
+    [
+        ({"frames": 0}, r"asks for frames 0 of size None, must be a number and a pair .* within 1\.\.8192, or null"),
+        ({"frames": 2.5}, "asks for frames 2.5"),
+        ({"size": [480]}, r"of size \[480\]"),
+        ({"size": [10**9, 832]}, r"of size \[1000000000, 832\]"),
+        ({"fps": 0}, "asks for fps 0, must be above 0, or null"),
+        ({"fps": math.nan}, "asks for fps nan"),
+    ],
+)
+def test_a_server_that_asks_for_what_no_video_can_be_is_not_believed(said, match):
+    with pytest.raises(ValueError, match=match):
+        protocol.read_health(json.dumps(HEALTH | said).encode(), "beauty")
+
+
+@pytest.mark.parametrize(
+    ("asked", "rows", "fps"),
+    [
+        ({}, [0, 1, 2, 3, 4], 16.0),
+        ({"frames": 3}, [0, 2, 4], 8.0),
+        ({"frames": 9}, [0, 1, 2, 3, 4], 16.0),
+        ({"frames": 1}, [0], 16.0),
+        ({"fps": 8.0}, [0, 2, 4], 8.0),
+        ({"fps": 60.0}, [0, 1, 2, 3, 4], 16.0),
+        ({"fps": 0.1}, [0, 4], 4.0),
+        ({"fps": 8.0, "frames": 2}, [0, 4], 4.0),
+    ],
+)
+def test_frames_travel_with_their_poses_and_their_rate(asked, rows, fps):
+    given = [dataclasses.replace(one, source_poses=FILM.true[row]) for row, one in enumerate(CONDITIONS)]
+    videos, found = protocol.as_wanted(VIDEOS, given, protocol.Health(("source",), 2**26, **asked))
+    assert torch.equal(videos, VIDEOS[:, :, rows])
+    for there, here in zip(found, given, strict=True):
+        assert torch.equal(there.source_video, here.source_video[:, rows]) and there.fps == fps
+        assert torch.equal(there.target_poses, here.target_poses[rows])
+        assert torch.equal(there.source_poses, here.source_poses[rows])
+    assert protocol.read_request(protocol.encode_request("beauty", videos, found, ("source",))).conditions[0].fps == fps
+
+
+def test_a_resized_video_keeps_its_view():
+    health = protocol.Health(("source",), 2**26, size=(12, 8))
+    videos, found = protocol.as_wanted(VIDEOS, CONDITIONS, health)
+    assert videos.shape == (2, 3, 5, 12, 8) and found[0].source_video.shape == (3, 5, 12, 8)
+    fx, fy, cx, cy = CONDITIONS[0].intrinsics.tolist()
+    assert found[0].intrinsics.tolist() == [fx / 4, fy / 2, 4, 6] and (cx, cy) == (16, 12)
+    means = (videos.mean(dim=(3, 4)), VIDEOS.mean(dim=(3, 4)))
+    assert torch.allclose(*means, atol=0.01) and not torch.allclose(means[0], means[1].flip(2), atol=0.01)
+
+
 def read(body: bytes):
     return protocol.read_reply(body, "beauty", CONDITIONS)[1]
 

@@ -117,6 +117,36 @@ def test_a_batch_is_sent_in_parts_that_the_server_takes():
         assert reward(server)(VIDEOS, CONDITIONS).values.tolist() == [3, 3, 3]
 
 
+def test_a_judge_that_asks_for_21_of_81_frames_is_sent_a_quarter_of_the_bytes():
+    whole = torch.zeros(1, 3, 81, 480, 832)
+    alone = [dataclasses.replace(CONDITIONS[0], target_poses=None, target_video=None)]
+    sent = {}
+    for frames in (None, 21):
+        with ScriptedServer(answer(scores(alone, 1.0)), health=answer(HEALTH | {"frames": frames})) as server:
+            assert reward(server)(whole, alone).valid.all()
+            sent[frames] = len(server.asked[1][2])
+    assert sent[None] > 81 * 480 * 832 * 3 and sent[21] / sent[None] == pytest.approx(21 / 81, rel=1e-3)
+
+
+def test_the_copies_of_a_group_come_in_one_request_where_they_are_compared():
+    rows = (0, 1, 0, 1, 0)  # as copies lie in a batch
+    copies = [dataclasses.replace(CONDITIONS[row], gid=row, slot=slot) for slot, row in enumerate(rows)]
+    room = remote.MARGIN + 4 * VIDEOS[0].numel()
+    first, second = [copies[0], copies[2], copies[4]], [copies[1], copies[3]]
+    parts = [answer(scores(first, 1.0, 2.0, 3.0)), answer(scores(second, 4.0, 5.0))]
+    with ScriptedServer(*parts, health=answer(HEALTH | {"max_bytes": room, "groups": True})) as server:
+        judge = reward(server)
+        assert judge(VIDEOS[[*rows]], copies).values.tolist() == [1, 4, 2, 5, 3]
+        sent = [protocol.read_request(body).conditions for _, _, body in server.asked[1:]]
+        assert [[(one.gid, one.slot) for one in part] for part in sent] == [[(0, 0), (0, 2), (0, 4)], [(1, 1), (1, 3)]]
+        judge.try_server()
+        with pytest.raises(ValueError, match=r"copies of a group, which this run scores apart.*layout=contiguous"):
+            try_rewards(RewardSet([judge], {judge.name: 1.0}), CONDITIONS[0], whole_groups=False)
+    failed = [answer(scores(first, 1.0, 2.0, 3.0)), answer({}, 400)]
+    with ScriptedServer(*failed, health=answer(HEALTH | {"max_bytes": room, "groups": True})) as server:
+        assert reward(server)(VIDEOS[[*rows]], copies).valid.tolist() == [True, False, True, False, True]
+
+
 def test_scores_before_a_failure_are_kept_and_the_rest_is_not_sent():
     first, room = answer(scores(CONDITIONS[:1], 1.0)), remote.MARGIN + VIDEOS[0].numel()
     with ScriptedServer(first, answer({}, 400), health=answer(HEALTH | {"max_bytes": room})) as server:

@@ -9,15 +9,18 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.nn import functional
 
 from flow_grpo.data.video_io import frame_rate
 from flow_grpo.maths.poses import pose, rotation_matrix
 from tests.room_films import INTRINSICS, conditions, film
 from tools.serving import adapters
 from tools.serving.adapters import ADAPTERS, AdapterSettings, checksum, pose_scores
+from tools.serving.preprocessor import Preprocessor
 
 FILM = film(["pan_left", "zoom_in"])
 CONDITIONS = conditions(FILM)
@@ -116,6 +119,110 @@ def test_a_clip_of_the_real_library_is_loaded_and_scores(name, tmp_path):
     said = scorer(FILM.videos, CONDITIONS)[name]
     assert said.values.isfinite().all() and said.values[0] != said.values[1]
     assert torch.equal(scorer(FILM.videos[1:], CONDITIONS[1:])[name].values, said.values[1:])
+
+
+# As the published folders say, by their model_type.
+PREPROCESSORS = {
+    "dinov2": {"size": {"shortest_edge": 256}, "do_center_crop": True, "crop_size": {"height": 224, "width": 224}}
+    | {"resample": 3, "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]},
+    "dinov3_vit": {"size": {"height": 224, "width": 224}, "do_center_crop": None, "crop_size": None}
+    | {"resample": 2, "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]},
+    "siglip": {"size": {"height": 224, "width": 224}, "resample": 3, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+}
+PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (240, 417, 3), dtype=np.uint8))
+
+
+def preprocessor(folder: Path, said: dict) -> Preprocessor:
+    (folder / "preprocessor_config.json").write_text(json.dumps(said))
+    return Preprocessor(folder / "preprocessor_config.json")
+
+
+@pytest.mark.parametrize(("kind", "name"), [("dinov2", "Bit"), ("siglip", "Siglip")])
+def test_pictures_are_prepared_as_the_processor_of_the_library_does(kind, name, tmp_path):
+    module = importlib.import_module(f"transformers.models.{name.lower()}.image_processing_pil_{name.lower()}")
+    said = PREPROCESSORS[kind]
+    theirs = getattr(module, f"{name}ImageProcessorPil")(**said)(PICTURE, return_tensors="pt")["pixel_values"][0]
+    ours = preprocessor(tmp_path, said)(PICTURE)
+    assert ours.shape == theirs.shape == (3, 224, 224) and torch.allclose(ours, theirs, atol=1e-6)
+
+
+def test_dinov3_pictures_are_within_a_level_of_8_bits_of_those_of_its_processor(tmp_path):
+    pixels = torch.from_numpy(np.array(PICTURE)).permute(2, 0, 1)[None] / 255
+    resized = functional.interpolate(pixels, (224, 224), mode="bilinear", antialias=True)[0]
+    mean, std = (torch.tensor(PREPROCESSORS["dinov3_vit"][f"image_{part}"])[:, None, None] for part in ("mean", "std"))
+    ours = preprocessor(tmp_path, PREPROCESSORS["dinov3_vit"])(PICTURE)
+    assert (ours * std + mean - resized).abs().max() < 1.1 / 255
+
+
+@pytest.mark.parametrize("lacking", ["size", "resample", "image_std"])
+def test_a_preprocessor_that_says_too_little_is_refused(lacking, tmp_path):
+    said = {name: value for name, value in PREPROCESSORS["siglip"].items() if name != lacking}
+    with pytest.raises(ValueError, match=rf"cannot be followed .*{lacking}.*must say size, resample.*fetch that again"):
+        preprocessor(tmp_path, said)
+
+
+def random_model(kind: str, folder: Path) -> Path:
+    """Write a model of a real architecture with random weights, and what lies beside it, as the published ones do."""
+    import tokenizers
+    import transformers
+
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.AutoConfig.for_model(kind, **small)
+    if kind == "siglip":
+        text = small | {"vocab_size": 8, "max_position_embeddings": 6, "projection_size": 32}
+        config = transformers.SiglipConfig(
+            text_config=text, vision_config=small | {"image_size": 224, "patch_size": 16}
+        )
+        words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "a": 1, "room": 2, "river": 3}, "?"))
+        words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="?", unk_token="?").save_pretrained(
+            folder
+        )
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(config)
+    for parameter in model.parameters():  # else the class token hardly sees the picture
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    preprocessor(folder, PREPROCESSORS[kind.replace("_with_registers", "")])
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["dinov2", "dinov2_with_registers", "dinov3_vit"])
+def test_a_dino_compares_each_frame_with_the_source_at_its_time(kind, tmp_path):
+    scorer = ADAPTERS["dino"](AdapterSettings(random_model(kind, tmp_path), None, CPU, frames=3))
+    assert (scorer.needs, scorer.wants, scorer.scores) == (("source",), {"frames": 3}, ("dino_content",))
+    moving = dataclasses.replace(CONDITIONS[0], source_video=FILM.videos[0])
+    videos = torch.stack([FILM.videos[0], FILM.videos[0].flip(1), FILM.videos[1], torch.rand(FILM.videos[0].shape)])
+    same, reversed_, other, noise = scorer(videos, [moving] * 4)["dino_content"].values.tolist()
+    assert same == pytest.approx(1, abs=1e-5) and max(reversed_, other, noise) < 0.9999
+    tokens = [scorer._model(pixel_values=scorer.pixels(video)).last_hidden_state[:, 0] for video in videos[[0, 1]]]
+    assert reversed_ == pytest.approx(functional.cosine_similarity(*tokens).mean().item(), abs=1e-5)
+
+
+def test_a_siglip_compares_frames_with_the_prompt_padded_as_in_its_training(tmp_path):
+    scorer = ADAPTERS["siglip"](AdapterSettings(random_model("siglip", tmp_path), None, CPU, frames=2))
+    assert scorer.needs == ("prompt",)
+    asked = [dataclasses.replace(CONDITIONS[0], prompt=prompt) for prompt in ("A room", "river", "a room " * 9)]
+    room, river, long = scorer(FILM.videos[[0, 0, 0]], asked)["siglip_text"].values.tolist()
+    assert len({room, river, long}) == 3
+    model, ids = scorer._model, torch.tensor([[1, 2, 0, 0, 0, 0]])
+    pictures = model.vision_model(scorer.pixels(FILM.videos[0])).pooler_output
+    cosines = functional.cosine_similarity(pictures, model.text_model(ids).pooler_output)
+    assert room == pytest.approx((cosines * model.logit_scale.exp() + model.logit_bias).mean().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("dino", "siglip"), ("siglip", "siglip2")])
+def test_a_folder_of_another_model_is_refused_by_its_kind(name, kind, weights):
+    (weights / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(ValueError, match=rf"--weights holds a '{kind}' model, must be a folder of (facebook|google)/"):
+        ADAPTERS[name](AdapterSettings(weights, None, CPU))
+
+
+def test_a_siglip_without_a_tokenizer_is_refused(tmp_path):
+    folder = random_model("siglip", tmp_path)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"^\S+ has no tokenizer that can be read: [^\n]+$"):
+        ADAPTERS["siglip"](AdapterSettings(folder, None, CPU))
 
 
 def test_map_anything_is_told_k_and_never_the_poses(monkeypatch, weights):

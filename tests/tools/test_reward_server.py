@@ -48,6 +48,7 @@ class Fake:
     """A judge of two scores: `answer` says what it makes of the videos."""
 
     model, version, scores, needs = "fake", "v1", ("first", "second"), ()
+    device, wants = torch.device("cpu"), {}
 
     def __init__(self, answer=lambda videos: videos.mean(dim=(1, 2, 3, 4))) -> None:
         self.answer = answer
@@ -111,6 +112,27 @@ def test_a_function_of_one_s_own_that_exits_is_a_fault_and_the_server_stays(tmp_
     with serving(build(parse(["--reward", f"{file}:warmth", "--port", "0"]))) as server:
         for _ in range(2):
             assert "status 500: RuntimeError: it called sys.exit(0)" in ask(server, "warmth").causes[0]
+
+
+@pytest.mark.parametrize(("words", "seen"), [([], 5), (["--frames=3", "--size=12x16", "--fps=12", "--groups"], 3)])
+def test_a_server_asks_for_frames_size_rate_and_groups_and_scores_what_it_asked_for(words, seen, tmp_path):
+    file = tmp_path / "my_rewards.py"
+    code = (
+        "def height(videos, conditions):\n    return videos.new_tensor([100 * videos.shape[2] + videos.shape[3]] * 2)\n"
+    )
+    file.write_text(code)
+    with serving(build(parse(["--reward", f"{file}:height", "--port", "0", *words]))) as server:
+        health = httpx.get(f"{server.url}/health", trust_env=False).json()
+        far = RemoteReward("height", server.url, POLICY)(VIDEOS, judged_conditions())
+    asked = {"frames": 3, "size": [12, 16], "fps": 12.0, "groups": True} if words else {}
+    assert {name: health[name] for name in ("frames", "size", "fps", "groups") if name in health} == asked
+    assert far.values.tolist() == [100 * seen + (12 if words else 24)] * 2 and health["peak_gib"]["cpu"] > 0
+
+
+def test_what_a_server_is_told_to_ask_for_overrides_what_its_model_does():
+    judge = Fake()
+    judge.wants = {"frames": 3, "fps": 8.0}
+    assert ScoringService(judge, 2**26, {"frames": 9}).health().items() >= {"frames": 9, "fps": 8.0}.items()
 
 
 @pytest.mark.parametrize("kind", ["Multipart/Form-Data; boundary=b", "application/octet-stream; charset=utf-8"])

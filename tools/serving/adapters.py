@@ -26,7 +26,7 @@ from flow_grpo.maths.poses import relative
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.camera.pose import compare, rotation_value, translation_value
 from flow_grpo.rewards.frames import frame_numbers
-from flow_grpo.rewards.remote.protocol import to_pixels
+from flow_grpo.rewards.remote.protocol import one_line, to_pixels
 from flow_grpo.rewards.results import all_valid
 from flow_grpo.runtime.video_file import write_video
 from tools.serving.names import PUBLISHED
@@ -268,11 +268,12 @@ class SiglipText(LocalModel):
         try:
             self._tokenizer = package.AutoTokenizer.from_pretrained(self._weights, local_files_only=True)
         except (ImportError, ValueError) as error:
-            raise ValueError(f"{self._weights} has no tokenizer that can be read: {error}") from error
+            raise ValueError(f"{self._weights} has no tokenizer that can be read: {one_line(error)}") from error
 
     def score(self, video: Tensor, condition: Condition) -> Mapping[str, float]:
         length = self._model.config.text_config.max_position_embeddings
-        text = self._tokenizer([condition.prompt], padding="max_length", max_length=length, truncation=True)
+        prompt = condition.prompt.lower()  # as in its training
+        text = self._tokenizer([prompt], padding="max_length", max_length=length, truncation=True)
         pixels, ids = self.pixels(video), torch.tensor(text["input_ids"])
         logits = self._model(pixel_values=pixels.to(self.device), input_ids=ids.to(self.device)).logits_per_image
         return {"siglip_text": float(logits.mean())}

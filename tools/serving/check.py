@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Mapping
 
@@ -20,8 +21,9 @@ from flow_grpo.rewards.remote.http_client import ask
 from flow_grpo.rewards.remote.reward import HEALTH_S, RemoteReward, RetryPolicy
 from tools.common import markdown_table
 
-SPEC = dataclasses.replace(FURNISHED, frames=17, height=240, width=416)
+SPEC = dataclasses.replace(FURNISHED, frames=13, height=240, width=416)
 SCENES = 3
+WAVES = 6  # of fine texture on every surface, of 1 to 4 cycles per metre: smooth walls have too few features
 PATHS = ("far_arc_left", "far_arc_right")  # the command and the wrong camera, in turn
 WRONG_PROMPT = "a herd of elephants drinks at a river"
 VIEW = ("camera", "target")
@@ -55,7 +57,13 @@ def examples(number: int) -> tuple[Condition, dict[str, Tensor]]:
     names = ("moving", *(PATHS if number % 2 else PATHS[::-1]))
     scene = make_scene(SPEC, "check", number, names)
     poses, start = scene.poses, scene.poses[0, 0]
-    rooms = stack_rooms([scene.room] * len(names))
+    draw, surfaces = torch.Generator().manual_seed(number), len(scene.room.base)
+    angle, phase = 2 * math.pi * torch.rand(2, surfaces, WAVES, generator=draw)
+    cycles = 1 + 3 * torch.rand(surfaces, WAVES, 1, generator=draw)
+    fine = {"amplitude": 0.4 * torch.randn(surfaces, WAVES, 1, generator=draw).expand(-1, -1, 3), "phase": phase}
+    fine["frequency"] = cycles * torch.stack([angle.cos(), angle.sin()], -1)
+    textured = {name: torch.cat([getattr(scene.room, name), more], 1) for name, more in fine.items()}
+    rooms = stack_rooms([dataclasses.replace(scene.room, **textured)] * len(names))
     source, good, wrong = render_video(rooms, poses.float(), SPEC.intrinsics(), SPEC.height, SPEC.width, 2)
     condition = Condition(
         index=number,
@@ -72,14 +80,13 @@ def examples(number: int) -> tuple[Condition, dict[str, Tensor]]:
         source_camera=names[0],
         target_camera=names[1],
     )
-    noise = torch.rand(good.shape, generator=torch.Generator().manual_seed(number))
     return condition, {
         "known-good": good,
         "frozen": good[:, :1].expand_as(good),
         "reversed": good.flip(1),
         "mirrored": good.flip(3),
         "blurred": blur(good, SPEC.width / 40),
-        "noise": noise,
+        "noise": torch.rand(good.shape, generator=draw),
         "wrong camera": wrong,
         "wrong prompt": good,
     }

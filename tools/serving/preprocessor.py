@@ -13,8 +13,8 @@ from torch import Tensor
 class Preprocessor:
     """Resize, crop the centre and normalise as a model folder's preprocessor_config.json says.
 
-    Bit for bit what the PIL backend of `transformers` computes; DINOv3's processor has none and resizes in fp32, which
-    differs by the rounding to 8 bits.
+    What the PIL backend of `transformers` computes, to fp32 rounding. DINOv3's processor has no such backend and
+    resizes in fp32, from which this differs by at most about a level of 8 bits.
 
     Raises:
         ValueError: the file does not say how.

@@ -19,11 +19,15 @@ from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.lru import LruCache
 
 CPU = torch.device("cpu")
-NEEDS: Mapping[str, tuple[str, ...]] = {  # what this project's rewards read; one of one's own may look at both videos
-    **dict.fromkeys(("target_view", "target_psnr", "view_disp"), ("target",)),
-    **dict.fromkeys(("source_match", "source_texture", "motion_mag", "exposure"), ("source",)),
-    **dict.fromkeys(("pose_rot", "pose_trans", "pose_dir", "smooth"), ("source", "camera")),
-    **dict.fromkeys(("room_pose", "room_tracks", "room_rot", "room_trans", "room_content"), ("camera",)),
+NEEDS: Mapping[str, tuple[str, ...]] = {  # companion videos of the rewards that do not look at both
+    "target_view": ("target",),
+    "target_psnr": ("target",),
+    "view_disp": ("target",),
+    "room_pose": (),
+    "room_tracks": (),
+    "room_rot": (),
+    "room_trans": (),
+    "room_content": (),
     "sharpness": (),
 }
 REPLIES_KEPT = 64  # for a client that timed out and asks again, or asks for another score of the same model
@@ -69,7 +73,7 @@ class LocalScorer:
         self.scores: tuple[str, ...] = (reward.name.rpartition(":")[2],)  # NAME of an own one's FILE.py:NAME
         fields = getattr(reward, "needs", ())
         declared = [kind for kind, field in (("prompt", "prompt"), ("camera", "target_poses")) if field in fields]
-        self.needs = NEEDS.get(reward.name, ("source", "target", *declared))
+        self.needs = (*NEEDS.get(reward.name, ("source", "target")), *declared)
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> dict[str, RewardResult]:
         return {self.scores[0]: self._set.call(self._reward, videos, conditions)}
