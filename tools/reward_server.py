@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -58,6 +59,7 @@ if __name__ == "__main__":
 
 from flow_grpo.rewards.base import build_reward
 from flow_grpo.rewards.remote.http_client import ServiceError
+from flow_grpo.rewards.remote.protocol import read_health, why
 from flow_grpo.runtime import device
 from flow_grpo.settings.own_code import is_own
 from tools.serving.adapters import ADAPTERS, AdapterSettings, refuse_downloads
@@ -89,6 +91,7 @@ def build(args: argparse.Namespace) -> RewardServer:
     asked = {name: getattr(args, name) for name in ("frames", "size", "fps", "groups")}
     wants = {name: value for name, value in asked.items() if value is not None}
     service = ScoringService(scorer, args.max_mb * 2**20, wants)
+    read_health(json.dumps(service.health()).encode(), scorer.scores[0])  # refuses what no video can be
     return RewardServer((args.host, args.port), service, timeout_s=args.timeout, token=token)
 
 
@@ -96,9 +99,9 @@ def main(words: Sequence[str] | None = None) -> int:
     args = parse(words)
     if args.check:
         try:
-            return check(args.check, args.timeout)
-        except (ServiceError, ValueError) as error:
-            return fail(f"{args.check}: {error}")
+            return check(args.check.rstrip("/"), args.timeout)
+        except (ServiceError, ValueError, LookupError, TypeError) as error:
+            return fail(f"--check {args.check}: {why(error)}; pass the address of a reward server")
     refuse_downloads()
     try:
         server = build(args)

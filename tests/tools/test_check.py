@@ -8,7 +8,7 @@ import torch
 from flow_grpo.rewards.base import build_reward
 from flow_grpo.rewards.results import all_valid
 from tests.limits import LIMIT_S
-from tests.scripted_server import serving
+from tests.scripted_server import HEALTH, ScriptedServer, answer, serving
 from tools.reward_server import main
 from tools.serving import check
 from tools.serving.http_server import RewardServer
@@ -48,7 +48,7 @@ def nearness(video, condition):
 
 def test_a_judge_that_orders_passes_with_its_cost_and_is_not_asked_about_a_prompt(capsys):
     code, said = checked(capsys, LocalScorer(build_reward("target_psnr", data_root=".")))
-    assert code == 0 and "orders the known-good videos above all it is asked" in said
+    assert code == 0 and "orders known-good videos above all it is asked about" in said
     assert said.count("below in 2 of 2") == 6 and "| wrong prompt |  | not asked: reads no prompt |" in said
     assert " s a score of 5x48x64, with sending; the server's peak memory: " in said and "GiB (cpu)" in said
 
@@ -95,6 +95,11 @@ def test_a_known_good_video_is_its_true_view_and_its_room_is_known():
         assert nearness(films[case], condition) < -0.01, case
 
 
-def test_an_address_without_a_judge_is_an_error_of_one_line(capsys):
-    assert main(["--check", "http://127.0.0.1:9"]) == 2
-    assert capsys.readouterr().err.startswith("error: http://127.0.0.1:9: failed 1 attempts")
+@pytest.mark.parametrize(
+    ("health", "why"), [(HEALTH | {"protocol": 1}, "speaks protocol 1"), ([], "TypeError"), ({}, "KeyError")]
+)
+def test_an_address_without_a_judge_is_an_error_of_one_line(capsys, health, why):
+    with ScriptedServer(answer({}), health=answer(health)) as server:
+        assert main(["--check", server.url]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: --check {server.url}: ") and why in said and said.count("\n") == 1

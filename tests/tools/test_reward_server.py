@@ -129,7 +129,8 @@ def test_a_server_asks_for_frames_size_rate_and_groups_and_scores_what_it_asked_
     assert far.values.tolist() == [100 * seen + (12 if words else 24)] * 2 and health["peak_gib"]["cpu"] > 0
 
 
-def test_what_a_server_is_told_to_ask_for_overrides_what_its_model_does():
+def test_health_holds_what_a_judge_reads_and_what_it_asks_for_unless_the_server_was_told_otherwise():
+    assert LocalScorer(build_reward("pose_rot", data_root=".")).needs == ("source", "target", "camera")
     judge = Fake()
     judge.wants = {"frames": 3, "fps": 8.0}
     assert ScoringService(judge, 2**26, {"frames": 9}).health().items() >= {"frames": 9, "fps": 8.0}.items()
@@ -214,6 +215,7 @@ def test_the_program_says_where_it_listens_and_serves():
         (["--reward", "target_view", "--host", "0.0.0.0"], "error: --host is 0.0.0.0, which other machines reach"),
         (["--reward", "target_view", "--token-env", "NO_SUCH_NAME"], "error: --token-env names NO_SUCH_NAME"),
         (["--reward", "target_vew"], "error: --reward is 'target_vew', must be a name that --help lists, such as "),
+        (["--reward", "motion_mag", "--frames", "0"], "error: server asks for frames 0 of size None, must be a number"),
         (["--reward", "hpsv3"], "error: --weights is None, must be the file HPSv3.safetensors"),
         (["--reward", "hpsv3", "--weights", "tests"], "error: --weights is tests, must be the file HPSv3.safetensors"),
     ],

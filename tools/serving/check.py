@@ -48,12 +48,7 @@ def not_asked(case: str, needs: tuple[str, ...]) -> str:
 
 
 def examples(number: int) -> tuple[Condition, dict[str, Tensor]]:
-    """Film a furnished room.
-
-    Returns:
-        A condition with source, true view, cameras and prompt, and "known-good" and each of `CASES` -> its video
-        (3, T, h, w).
-    """
+    """Return a furnished room's condition, and "known-good" and each of `CASES` -> its video (3, T, h, w)."""
     names = ("moving", *(PATHS if number % 2 else PATHS[::-1]))
     scene = make_scene(SPEC, "check", number, names)
     poses, start = scene.poses, scene.poses[0, 0]
@@ -76,9 +71,7 @@ def examples(number: int) -> tuple[Condition, dict[str, Tensor]]:
         source_poses=relative(start, poses[0]),
         reference_pose=start,
         intrinsics=SPEC.intrinsics(),
-        scene=f"check/scene{number}",
-        source_camera=names[0],
-        target_camera=names[1],
+        scene=f"scene{number}",
     )
     return condition, {
         "known-good": good,
@@ -97,61 +90,43 @@ def check(url: str, timeout_s: float) -> int:
 
     Raises:
         ServiceError: the server does not say what it is.
-        ValueError: what it says cannot be read.
+        ValueError, LookupError, TypeError: what it says cannot be read.
     """
-    url = url.rstrip("/")
-    names = json.loads(ask(f"{url}/health", HEALTH_S))["rewards"]
-    (model, version), health = protocol.read_health(ask(f"{url}/health", HEALTH_S), names[0])
+    said = ask(f"{url}/health", HEALTH_S)
+    names = json.loads(said)["rewards"]
+    (model, version), health = protocol.read_health(said, names[0])
     asked = ["known-good", *(case for case in CASES if not not_asked(case, health.needs))]
-    judges = [RemoteReward(name, url, RetryPolicy(timeout_s=timeout_s, delays_s=())) for name in names]
-    scores: dict[str, list[list[float]]] = {name: [] for name in names}  # a row per scene, as `asked`
-    causes: dict[str, str] = {}
-    seconds = []
+    judges = {name: RemoteReward(name, url, RetryPolicy(timeout_s=timeout_s, delays_s=())) for name in names}
+    scores: dict[str, list[Tensor]] = {name: [] for name in names}  # a row per scene, as `asked`
+    causes, seconds = {}, math.inf
     for number in range(SCENES):
         condition, films = examples(number)
         prompts = [WRONG_PROMPT if case == "wrong prompt" else condition.prompt for case in asked]
         given = [dataclasses.replace(condition, slot=slot, prompt=prompt) for slot, prompt in enumerate(prompts)]
-        videos = torch.stack([films[case] for case in asked])
-        for judge, name in zip(judges, names, strict=True):
-            begun = time.monotonic()
-            result = judge(videos, given)
-            seconds += [(time.monotonic() - begun) / len(asked)] * (judge is judges[0])  # the model runs once
+        begun = time.monotonic()
+        for name, judge in judges.items():
+            result = judge(torch.stack([films[case] for case in asked]), given)
             # No value for a broken video is as good as a low one, unless measuring failed.
             unknown = torch.where(result.faults, torch.inf, -torch.inf)
-            row = torch.where(result.valid, result.values, unknown).tolist()
-            scores[name].append(row)
+            scores[name].append(torch.where(result.valid, result.values, unknown))
             causes |= {f"{name}, {case}": cause for case, cause in zip(asked, result.causes, strict=True) if cause}
+        seconds = min(seconds, (time.monotonic() - begun) / len(asked))  # the model runs once for all its scores
     print(f"{model} ({version}) reads the video and {', '.join(health.needs) or 'nothing else'}\n")
-    wrong = [fault for name in names for fault in _table(name, asked, scores[name], health.needs)]
-    for place, cause in causes.items():
-        print(f"no score of {place}: {cause}")
+    wrong = []
+    for name in names:
+        table = torch.stack(scores[name])
+        below = ((table < table[:, :1]) & table[:, :1].isfinite()).sum(0).tolist()
+        means = [f"{mean:.4f}" if math.isfinite(mean) else "no score" for mean in table.mean(0).tolist()]
+        found = {case: [case, means[place], f"below in {below[place]} of {SCENES}"] for place, case in enumerate(asked)}
+        rows = [found.get(case) or [case, "", not_asked(case, health.needs)] for case in CASES]
+        print("\n".join(markdown_table((name, "mean", ""), [["known-good", means[0], ""], *rows])), end="\n\n")
+        wrong += [f"{name} {case}" for case, count in zip(asked[1:], below[1:], strict=True) if count < SCENES]
+    print("".join(f"no score of {place}: {cause}\n" for place, cause in causes.items()), end="")
     peak = json.loads(ask(f"{url}/health", HEALTH_S)).get("peak_gib") or {}
     memory = " and ".join(f"{gib:.2f} GiB ({kind})" for kind, gib in peak.items() if gib) or "not said"
-    frames, height, width = (protocol.as_wanted(films["noise"][None], [condition], health)[0].shape)[2:]
+    size = "x".join(map(str, protocol.as_wanted(films["noise"][None], [condition], health)[0].shape[2:]))
+    print(f"{seconds:.3f} s a score of {size}, with sending; the server's peak memory: {memory}")
     print(
-        f"{min(seconds):.3f} s a score of {frames}x{height}x{width}, with sending; the server's peak memory: {memory}"
-    )
-    print(
-        f"does not order above: {'; '.join(wrong)}" if wrong else "orders the known-good videos above all it is asked"
+        f"does not order above: {'; '.join(wrong)}" if wrong else "orders known-good videos above all it is asked about"
     )
     return int(bool(wrong))
-
-
-def _table(name: str, asked: list[str], scores: list[list[float]], needs: tuple[str, ...]) -> list[str]:
-    """Print a score's table; return the broken videos that it does not always put below the known-good one."""
-    rows, wrong = [["known-good", _mean(scores, 0), ""]], []
-    for case in CASES:
-        if case not in asked:
-            rows.append([case, "", not_asked(case, needs)])
-            continue
-        place = asked.index(case)
-        below = sum(row[place] < row[0] < torch.inf for row in scores)
-        rows.append([case, _mean(scores, place), f"below in {below} of {len(scores)}"])
-        wrong += [f"{name} {case}"] * (below < len(scores))
-    print("\n".join(markdown_table((name, "mean", ""), rows)), end="\n\n")
-    return wrong
-
-
-def _mean(scores: list[list[float]], place: int) -> str:
-    finite = [row[place] for row in scores if abs(row[place]) < torch.inf]
-    return f"{sum(finite) / len(finite):.4f}" if finite else "no score"
