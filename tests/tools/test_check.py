@@ -60,7 +60,12 @@ def test_a_judge_that_orders_passes_with_its_cost_and_is_not_asked_about_a_promp
         (lambda video, _: -video[:, 1:].sub(video[:, :-1]).abs().mean(), ("camera",), ["frozen", "reversed"]),
         (lambda video, _: -abs(video.mean() - 0.5), (), ["noise"]),
         (lambda video, one: len(one.prompt), ("prompt",), ["blurred", "noise"]),
-        (lambda video, _: torch.nan, (), ["blurred", "noise"]),
+        (lambda video, one: torch.nan if video.equal(one.target_video) else 0, ("target",), [*check.CASES][:6]),
+        (
+            lambda video, _: torch.nan if video.diff(dim=1).abs().mean() > 0.2 else video.diff().square().mean(),
+            (),
+            ["noise"],
+        ),
     ],
 )
 def test_a_judge_that_does_not_order_fails_and_is_told_what(capsys, answer, needs, wrong):
