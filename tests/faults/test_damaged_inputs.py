@@ -51,7 +51,7 @@ from tests.damage import damaged_bytes, damaged_json, damaged_text, ends
 from tests.data.test_multicam import FRAMES, extrinsics, write_scene
 from tests.data.test_video_io import encode, with_matrix
 from tests.models.test_adapters import move, output, trained_model
-from tests.run.test_run_state import a_run, make_fit
+from tests.run.test_run_state import a_run
 from tests.scripted_server import HEALTH, ScriptedServer, scores, silent
 from tests.tiny_models import CPU, make_tiny_folder, tiny_transformer
 from tests.tools.run_files import make_run
@@ -322,8 +322,6 @@ def checkpoint(place: Path) -> Attempt:
         folder = Path(shutil.copytree(original, run / original.name))
         file = draw.choice(sorted(folder.iterdir()))
         file.write_bytes(damaged(file, draw))
-        if file.name != "manifest.json" and draw.random() < 0.8:
-            make_fit(folder)
         state, _ = a_run(run)
         found = resume.find(draw.choice(["auto", str(folder)]), run, world=World())
         assert found is not None

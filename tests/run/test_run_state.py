@@ -9,7 +9,7 @@ import torch
 
 from flow_grpo.algorithm.update.history import UpdateHistory
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
-from flow_grpo.models.adapters import Ema, trained_parameters
+from flow_grpo.models.adapters import Ema
 from flow_grpo.run.run_state import RunState
 from flow_grpo.runtime.checkpoints import saving, state_files
 from flow_grpo.runtime.ranks.process_group import World
@@ -127,18 +127,18 @@ def test_metrics_before_and_after_are_measured_alike_or_not_compared(tmp_path):
     assert state.before is None and state.measured_on == {}
 
 
-def change(path, name: str, where: str, value: object) -> None:
+def change(path, where: str, value: object) -> None:
     """Set an entry of a saved state and make the manifest fit, as if it had been saved so."""
-    tree = state_files.read(path / name)
+    tree = state_files.read(path / "state")
     *parents, last = where.split("/")
     place = tree
     for parent in parents:
-        place = place[int(parent) if parent.isdigit() else parent]
+        place = place[parent]
     if value is None:
         del place[last]
     else:
         place[last] = value
-    state_files.write(path / name, state_files.copied(tree))
+    state_files.write(path / "state", state_files.copied(tree))
     make_fit(path)
 
 
@@ -151,31 +151,20 @@ def make_fit(path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "where", "value", "said"),
+    ("where", "value", "said"),
     [
-        ("state", "finished", -5, "finished: Input should be greater than or equal to 0, got -5"),
-        ("state", "finished", 7, "checkpoint of step 1 with the state of 7 epochs"),
-        ("state", "finished", None, "finished: Field required"),
-        ("state", "learned", "x", "holds no 'learned' state"),
-        ("state", "before", [1], "before: Input should be a valid dictionary"),
-        ("state", "sampler/next_step", "soon", "next_step"),
-        ("state", "learned/trained/weight", torch.ones(3, dtype=torch.int32), "must be a tensor of floats"),
-        ("state", "learned/moments/0/exp_avg", torch.ones(3, dtype=torch.int8), "must be a tensor of floats"),
-        ("state", "learned/ema", None, "ema: Field required"),
-        ("state", "learned/moments", None, "moments: Field required"),
-        ("rank_0", "random/cpu", torch.zeros(3, dtype=torch.uint8), "must be a state of torch's generator"),
-        ("rank_0", "random", None, "random: Field required"),
+        ("finished", 7, "checkpoint of step 1 with the state of 7 epochs"),
+        ("finished", None, "no state of this program (KeyError: 'finished')"),
+        ("learned", None, "holds no 'learned' state"),
+        ("learned/ema", None, "no state of this program (KeyError: 'ema')"),
+        ("learned/trained", None, "no state of this program (KeyError: 'trained')"),
     ],
 )
-def test_a_state_that_no_run_saves_is_refused_in_one_line_and_changes_nothing(tmp_path, name, where, value, said):
+def test_a_state_that_no_run_saves_is_refused_in_one_line_and_changes_nothing(tmp_path, where, value, said):
     state, policy = a_run(tmp_path)
     step(state, policy, 0)
     path = state.save(tmp_path, keep=1, world=World()).wait()
-    if where.startswith("learned/trained"):
-        where = f"learned/trained/{next(iter(dict(trained_parameters(policy.module))))}"
-    if value == "x":
-        where, value = "learned", None
-    change(path, name, where, value)
+    change(path, where, value)
     other, fresh = a_run(tmp_path)
     before = [weight.clone() for weight in fresh.trained_parameters()]
     with pytest.raises(ValueError, match=re.escape(said)) as caught:
