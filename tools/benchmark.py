@@ -33,7 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
 from flow_grpo.runtime.processes import usable_cores
-from tools.common import fail, image_size, make_parser
+from tools.common import command, image_size, make_parser
 
 PARSER = make_parser(__doc__)
 commands = PARSER.add_subparsers(required=True, dest="command", metavar="{prepare,score}")
@@ -78,12 +78,10 @@ from tools.published.report import report
 from tools.published.results import met3r_values, vbench_scores, vipe_files, vipe_poses
 
 
+@command
 def main(words: Sequence[str] | None = None) -> int:
     args = PARSER.parse_args(words)
-    try:
-        return prepare(args) if args.command == "prepare" else score(args)
-    except (ValueError, OSError) as error:
-        return fail(error)
+    return prepare(args) if args.command == "prepare" else score(args)
 
 
 def prepare(args: argparse.Namespace) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, get_args
 
@@ -59,6 +60,19 @@ def fail(error: Exception | str) -> int:
     """Print an error as one line on stderr and return exit code 2."""
     print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
     return 2
+
+
+def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
+    """Let a command answer a ValueError or an OSError, wherever it occurs, as `fail` does."""
+
+    @functools.wraps(main)
+    def run(words: Sequence[str] | None = None) -> int:
+        try:
+            return main(words)
+        except (ValueError, OSError) as error:
+            return fail(error)
+
+    return run
 
 
 def image_size(text: str) -> tuple[int, int]:

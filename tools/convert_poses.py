@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-from tools.common import fail, make_parser
+from tools.common import command, make_parser
 
 PARSER = make_parser(__doc__)
 PARSER.add_argument("given", metavar="IN", help="file or folder of poses")
@@ -40,18 +40,16 @@ from flow_grpo.data.trajectories import fit_path
 from flow_grpo.maths.poses import multicam_to_opencv
 
 
+@command
 def main(words: list[str] | None = None) -> int:
     args = PARSER.parse_args(words)
-    try:
-        found = read_poses(args.given)
-        if args.out.exists():
-            raise ValueError(f"{args.out} exists; choose another")
-        poses = fit_path(found.poses, len(found.poses), from_first=True, name=args.given).numpy()
-        poses[:, :3, 3] *= args.unit
-        size = args.size or ([found.width, 0] if found.width else None)
-        write(args.out, poses, args.focal_px or found.focal_px, size)
-    except (ValueError, OSError) as error:
-        return fail(error)
+    found = read_poses(args.given)
+    if args.out.exists():
+        raise ValueError(f"{args.out} exists; choose another")
+    poses = fit_path(found.poses, len(found.poses), from_first=True, name=args.given).numpy()
+    poses[:, :3, 3] *= args.unit
+    size = args.size or ([found.width, 0] if found.width else None)
+    write(args.out, poses, args.focal_px or found.focal_px, size)
     print(f"{len(poses)} poses: {args.out}")
     return 0
 

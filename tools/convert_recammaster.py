@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-from tools.common import add_conversion_options, make_parser
+from tools.common import add_conversion_options, command, make_parser
 
 PARSER = make_parser(__doc__)
 add = PARSER.add_argument
@@ -45,6 +45,7 @@ COMPONENTS = ("vae", "text_encoder", "tokenizer", "scheduler")
 is_recam_weight = functools.partial(is_camera_weight, ReCamTransformer3DModel)
 
 
+@command
 def main(words: Sequence[str] | None = None) -> int:
     return model_folder.convert_checkpoint(PARSER.parse_args(words), ("recammaster", "wan"), forward, back)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-from tools.common import add_conversion_options, make_parser
+from tools.common import add_conversion_options, command, make_parser
 
 PARSER = make_parser(__doc__)
 add = PARSER.add_argument
@@ -46,6 +46,7 @@ IMAGE_INDEX = {
 }
 
 
+@command
 def main(words: Sequence[str] | None = None) -> int:
     return model_folder.convert_checkpoint(PARSER.parse_args(words), ("step", "base", "wan"), forward, back)
 

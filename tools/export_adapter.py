@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
 from flow_grpo.run.at_once import answer_at_once
-from tools.common import fail, make_parser
+from tools.common import command, make_parser
 
 PARSER = make_parser(__doc__)
 PARSER.add_argument("--checkpoint", type=Path, required=True, help="folder of a checkpoint")
@@ -34,16 +34,14 @@ from flow_grpo.run.starts import checkpoint_configuration
 from flow_grpo.settings.schema import Config
 
 
+@command
 def main(words: Sequence[str] | None = None) -> int:
     args, overrides = PARSER.parse_known_args(words)
-    try:
-        if args.out.exists():
-            raise ValueError(f"--out {args.out} exists, must be a new folder")
-        config = checkpoint_configuration(args.checkpoint, overrides)
-        print(f"exporting {args.checkpoint}", flush=True)
-        export(config, args.checkpoint, args.out)
-    except (ValueError, OSError) as error:
-        return fail(error)
+    if args.out.exists():
+        raise ValueError(f"--out {args.out} exists, must be a new folder")
+    config = checkpoint_configuration(args.checkpoint, overrides)
+    print(f"exporting {args.checkpoint}", flush=True)
+    export(config, args.checkpoint, args.out)
     print(f"{args.checkpoint} -> {args.out}", flush=True)
     return 0
 

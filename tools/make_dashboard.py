@@ -26,27 +26,25 @@ from flow_grpo.reporting.metric_files import read_rows
 from flow_grpo.reporting.metric_names import SECTIONS, healthy_text, metric_of
 from flow_grpo.reporting.sinks.wandb import axis_of, key_is_set
 from flow_grpo.runtime.atomic_file import write_atomically
-from tools.common import fail, make_parser
+from tools.common import command, make_parser
 
 NAME = "flow_grpo"  # of the workspace
 FILE = "dashboard.json"
 OPEN = ("health", "eval", "reward")  # sections that come first, unfolded
 
 
+@command
 def main(words: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or a dashboard.json made from one")
     parser.add_argument("--project", metavar="ENTITY/PROJECT", help="wandb project to save the workspace to")
     given = parser.parse_args(words)
-    try:
-        sections = _read(given.run)
-        if given.run.is_dir():
-            write_atomically(given.run / FILE, json.dumps({"name": NAME, "sections": sections}, indent=1))
-            print(f"wrote {given.run / FILE}: {sum(len(one['panels']) for one in sections)} panels")
-        if given.project:
-            print(f"saved to {_save(sections, given.project)}")
-    except (OSError, ValueError) as error:
-        return fail(error)
+    sections = _read(given.run)
+    if given.run.is_dir():
+        write_atomically(given.run / FILE, json.dumps({"name": NAME, "sections": sections}, indent=1))
+        print(f"wrote {given.run / FILE}: {sum(len(one['panels']) for one in sections)} panels")
+    if given.project:
+        print(f"saved to {_save(sections, given.project)}")
     return 0
 
 

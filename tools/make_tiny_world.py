@@ -7,11 +7,12 @@ python tools/make_tiny_world.py --root data/large_rooms --furnished --frames 9 -
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-from tools.common import make_parser
+from tools.common import command, make_parser
 
 PARSER = make_parser(__doc__)
 PARSER.add_argument("--root", type=Path, required=True, help="folder to write; must not exist")
@@ -30,19 +31,18 @@ if __name__ == "__main__":
 from flow_grpo.data.tiny_world import WorldSpec, write_tiny_world
 
 
-def main() -> None:
-    given = vars(PARSER.parse_args())
+@command
+def main(words: Sequence[str] | None = None) -> int:
+    given = vars(PARSER.parse_args(words))
     root, scenes = given.pop("root"), {split: given.pop(f"{split}_scenes") for split in ("train", "val")}
     given |= {name: tuple(given[name]) for name in ("translation", "rotation")}
     spec = WorldSpec(scenes=scenes, **given)  # the other options have its names
     print(f"rendering {sum(spec.scenes.values())} scenes", flush=True)
-    try:
-        write_tiny_world(root, spec)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from None
+    write_tiny_world(root, spec)
     clips = len([*root.rglob("*.mp4")])
     print(f"{clips} clips of {spec.frames} frames, {spec.height}x{spec.width}, in {root}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

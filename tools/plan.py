@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 
 from flow_grpo.cost import ASSUMED_RATE, CORES
 from flow_grpo.run.at_once import answer_at_once
-from tools.common import fail, make_parser
+from tools.common import command, make_parser
 
 PARSER = make_parser(__doc__)
 PARSER.add_argument("--config", metavar="FILE:RECIPE", help="its knobs may follow")
@@ -51,30 +51,28 @@ from flow_grpo.settings.schema import Config
 from tools.run_folder import read_run
 
 
+@command
 def main(words: Sequence[str] | None = None) -> int:
     known, overrides = PARSER.parse_known_args(words)
-    try:
-        limit, rate = _limits(known)
-        if known.run is not None:
-            print(beside_run(known.run))
-            return 0
-        config = load_config(known.config, overrides)
-        check_world(config, known.devices)
-        config, message = choose_recomputation(config, known.devices, limit)
-        if not known.json:
-            print(f"counting the costs of {known.config}; nothing is allocated", flush=True)
-        plan = make_plan(config, known.devices, rate, known.cores)
-        fits = plan.most_gib <= USABLE * limit
-        if known.json:
-            print(json.dumps(dataclasses.asdict(plan) | {"fits": fits}))
-        else:
-            evaluation = (
-                f"evaluation: {plan.evaluation_share:.0%} of the run's hours; at most {_seen(config, known.devices)}"
-            )
-            text, _ = report(config, known.devices, limit, rate, known.cores)
-            print(*([message] if message else []), evaluation, text, sep="\n")
-    except ValueError as error:
-        return fail(error)
+    limit, rate = _limits(known)
+    if known.run is not None:
+        print(beside_run(known.run))
+        return 0
+    config = load_config(known.config, overrides)
+    check_world(config, known.devices)
+    config, message = choose_recomputation(config, known.devices, limit)
+    if not known.json:
+        print(f"counting the costs of {known.config}; nothing is allocated", flush=True)
+    plan = make_plan(config, known.devices, rate, known.cores)
+    fits = plan.most_gib <= USABLE * limit
+    if known.json:
+        print(json.dumps(dataclasses.asdict(plan) | {"fits": fits}))
+    else:
+        evaluation = (
+            f"evaluation: {plan.evaluation_share:.0%} of the run's hours; at most {_seen(config, known.devices)}"
+        )
+        text, _ = report(config, known.devices, limit, rate, known.cores)
+        print(*([message] if message else []), evaluation, text, sep="\n")
     return 0 if fits else 1
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-from tools.common import fail, make_parser
+from tools.common import command, make_parser
 
 PARSER = make_parser(__doc__)
 PARSER.add_argument("clips", type=Path, help="folder of videos")
@@ -48,29 +48,26 @@ from flow_grpo.maths.poses import multicam_to_opencv
 from flow_grpo.runtime.atomic_file import atomic_path
 
 
+@command
 def main(words: list[str] | None = None) -> int:
     args = PARSER.parse_args(words)
-    try:
-        clips = find_videos(args.clips)
-        sizes = {clip: video_size(clip) for clip in clips}
-        check(args, sizes)
-        known = {clip: poses_beside(clip) for clip in clips}
-        lenses = {clip: lens_of(known[clip], args.focal_px, sizes[clip][2]) for clip in clips}
-        paths = {
-            clip: torch.stack([camera_path(path, args.frames, frame_rate(clip)) for path in args.camera])
-            for clip in clips
-        }
-        order = sorted(clips, key=lambda clip: key("held-out clip", clip.name))
-        held_out = order[: round(args.val * len(clips))]
-        with atomic_path(args.out) as partial:
-            for clip in clips:
-                scene = partial / ("val" if clip in held_out else "train") / lenses[clip] / clip.stem
-                write_scene(scene, clip, paths[clip], args.camera, args.depth)
-                if (file := known[clip]) is not None:
-                    poses = source_path(file, args.frames, args.unit)
-                    write_cameras(scene, [clip.stem], left_handed(poses[None]))
-    except (ValueError, OSError) as error:
-        return fail(error)
+    clips = find_videos(args.clips)
+    sizes = {clip: video_size(clip) for clip in clips}
+    check(args, sizes)
+    known = {clip: poses_beside(clip) for clip in clips}
+    lenses = {clip: lens_of(known[clip], args.focal_px, sizes[clip][2]) for clip in clips}
+    paths = {
+        clip: torch.stack([camera_path(path, args.frames, frame_rate(clip)) for path in args.camera]) for clip in clips
+    }
+    order = sorted(clips, key=lambda clip: key("held-out clip", clip.name))
+    held_out = order[: round(args.val * len(clips))]
+    with atomic_path(args.out) as partial:
+        for clip in clips:
+            scene = partial / ("val" if clip in held_out else "train") / lenses[clip] / clip.stem
+            write_scene(scene, clip, paths[clip], args.camera, args.depth)
+            if (file := known[clip]) is not None:
+                poses = source_path(file, args.frames, args.unit)
+                write_cameras(scene, [clip.stem], left_handed(poses[None]))
     print(f"{len(clips)} clips along {len(args.camera)} camera paths, {len(held_out)} of them held out: {args.out}")
     if unknown := [clip.name for clip in clips if not lenses[clip]]:
         print(f"focal length unknown, so no reward can measure the cameras of {', '.join(unknown)}: pass --focal-px")

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-from tools.common import DTYPES, fail, make_parser
+from tools.common import DTYPES, command, make_parser
 
 # Both have 16 channels and compress 4x in time, 8x in space; diffusers' defaults are Wan 2.1's own configuration.
 CODECS: dict[str, dict[str, Any]] = {"wan": {}, "small": {"base_dim": 4, "num_res_blocks": 1}}
@@ -100,16 +100,14 @@ PIXEL_STD = 0.5  # of decoded videos, which are clamped to [-1, 1]
 CLIPS = WorldSpec(seed=13, scenes={}, height=32, width=32)  # for measuring the codec's output statistics
 
 
+@command
 def main(words: Sequence[str] | None = None) -> int:
     given = vars(PARSER.parse_args(words))
     out: Path = given.pop("out")
-    try:
-        sizes = Sizes(**given)
-        sizes.check()
-        print(f"writing {out}", flush=True)
-        record = write_model(out, sizes)
-    except ValueError as error:
-        return fail(error)
+    sizes = Sizes(**given)
+    sizes.check()
+    print(f"writing {out}", flush=True)
+    record = write_model(out, sizes)
     parts = ", ".join(f"{name} {part['parameters']:,}" for name, part in record["parts"].items())
     size = sum(part["bytes"] for part in record["parts"].values())
     print(f"random weights in {out}: {parts} parameters, {size:,} bytes")

@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
 from flow_grpo.run.at_once import answer_at_once
-from tools.common import fail, make_parser
+from tools.common import command, make_parser
 
 PARSER = make_parser(__doc__)
 PARSER.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folders of runs")
@@ -39,23 +39,21 @@ from tools.run_report import acceptance
 from tools.run_report.page import render
 
 
+@command
 def main(words: Sequence[str] | None = None) -> int:
     asked, overrides = PARSER.parse_known_args(words)
-    try:
-        if bool(asked.runs) == bool(asked.config) or (overrides and not asked.config):
-            got = " ".join(overrides) or "neither RUN nor --config" * (not asked.runs) or "RUN and --config"
-            raise ValueError(f"got {got}, must be folders of runs, or --config and its overrides; see --help")
-        if asked.config and load_config(asked.config, overrides).dry_run:
-            return 0  # nothing was trained
-        runs = [read_run(folder) for folder in asked.runs or [started_by(asked.config, overrides)]]
-        if asked.acceptance:
-            rows = [acceptance.record(run) for run in runs]
-            print(json.dumps(rows, indent=1, ensure_ascii=False) if asked.json else acceptance.as_markdown(rows))
-            return 0
-        out = asked.out or runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html")
-        write_atomically(out, render(runs, asked.config or ""))
-    except (ValueError, OSError) as error:
-        return fail(error)
+    if bool(asked.runs) == bool(asked.config) or (overrides and not asked.config):
+        got = " ".join(overrides) or "neither RUN nor --config" * (not asked.runs) or "RUN and --config"
+        raise ValueError(f"got {got}, must be folders of runs, or --config and its overrides; see --help")
+    if asked.config and load_config(asked.config, overrides).dry_run:
+        return 0  # nothing was trained
+    runs = [read_run(folder) for folder in asked.runs or [started_by(asked.config, overrides)]]
+    if asked.acceptance:
+        rows = [acceptance.record(run) for run in runs]
+        print(json.dumps(rows, indent=1, ensure_ascii=False) if asked.json else acceptance.as_markdown(rows))
+        return 0
+    out = asked.out or runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html")
+    write_atomically(out, render(runs, asked.config or ""))
     print(f"report: {out}")
     return 0
 

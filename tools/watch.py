@@ -38,7 +38,7 @@ from rich.text import Text
 from flow_grpo.reporting.metric_files import Row
 from flow_grpo.reporting.metric_names import HEALTH, OUTSIDE_EPOCHS, healthy_text, metric_of, phase_of
 from flow_grpo.runtime.checkpoints.run_lock import LOCK, is_held
-from tools.common import fail, make_parser
+from tools.common import command, make_parser
 from tools.run_folder import CONFIG, METRICS, STARTS, SUMMARY, VIDEOS, Run, changed, read_run
 
 BLOCKS, LETTERS = "▁▂▃▄▅▆▇█", "_.-~=+*#"  # of a sparkline, the second where the terminal knows ASCII alone
@@ -145,6 +145,7 @@ def written(folder: Path) -> float:
     return max(changed(folder / name) for name in MARKS)
 
 
+@command
 def main(words: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, or of several: then its newest")
@@ -153,24 +154,20 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--ascii", action="store_true", help="plain characters, as where the terminal is not UTF-8")
     args = parser.parse_args(words)
     if not 0.1 <= args.every < math.inf:
-        return fail(f"--every: got {args.every:g}, must be at least 0.1 seconds")
+        raise ValueError(f"--every: got {args.every:g}, must be at least 0.1 seconds")
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr] # a scene's name may be no ASCII
     for number in (signal.SIGINT, signal.SIGTERM):  # the first is ignored where a script started us in the background
         signal.signal(number, signal.default_int_handler)  # leaves the terminal as it was
     terminal = sys.stdout.isatty()
     console = Console(width=None if terminal else 120, markup=False, highlight=False)
     plain = args.ascii or console.options.ascii_only
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         run, which = find_run(args.run)
         if args.once or not terminal:
             for part in picture(take(run), which, console.width, plain=plain):
                 console.print(part, soft_wrap=isinstance(part, Text))  # lines keep their length: paths stay whole
         else:
             show_live(run, f"{which}  (q: leave)".strip(), console, every=args.every, plain=plain)
-    except ValueError as error:
-        return fail(error)
-    except KeyboardInterrupt:
-        pass
     return 0
 
 

@@ -19,7 +19,6 @@ from flow_grpo.runtime.atomic_file import atomic_path
 from flow_grpo.runtime.checkpoints.state_files import fsync
 from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.json_files import read_json_object
-from tools.common import fail
 
 WAY_OUT = "give a complete model folder, or download it again"
 OWN_FOLDER = "give a folder that this tool or a training run wrote"
@@ -38,29 +37,26 @@ def convert_checkpoint(
     forward: Callable[[argparse.Namespace], list[str]],
     back: Callable[[argparse.Namespace], list[str]],
 ) -> int:
-    """Convert, report what was written, and return the exit code: 0, or 2 after one line that says what is wrong.
+    """Convert, report what was written, and return the exit code 0; ValueError or OSError for what is wrong.
 
     `forward` writes the model folder from the options `needed`, and with --back `back` the published layout; both
     return the lines to print.
     """
-    try:
-        given = [name for name in needed if getattr(args, name)]
-        if given if args.back else given != [*needed]:
-            got = ", ".join(f"--{name}" for name in (*given, *["back"] * bool(args.back))) or "neither"
-            raise ValueError(f"got {got}: give --{', --'.join(needed)}, or --back alone, and --out")
-        unused = [name for name in ("link", "init_camera") if args.back and getattr(args, name, False)]
-        if unused:
-            raise ValueError(f"--{unused[0].replace('_', '-')} does not apply to --back: leave it out")
-        if args.back and args.out.suffix != ".safetensors":
-            raise ValueError(f"--out is {args.out}, expected a name ending in .safetensors with --back")
-        if os.path.lexists(args.out):
-            raise ValueError(f"--out {args.out} already exists: remove it or give another name")
-        if not args.out.absolute().parent.is_dir():
-            raise ValueError(f"--out {args.out} is in no existing folder: make {args.out.absolute().parent} first")
-        print(f"writing {args.out}", flush=True)
-        lines = back(args) if args.back else forward(args)
-    except (ValueError, OSError) as error:
-        return fail(error)
+    given = [name for name in needed if getattr(args, name)]
+    if given if args.back else given != [*needed]:
+        got = ", ".join(f"--{name}" for name in (*given, *["back"] * bool(args.back))) or "neither"
+        raise ValueError(f"got {got}: give --{', --'.join(needed)}, or --back alone, and --out")
+    unused = [name for name in ("link", "init_camera") if args.back and getattr(args, name, False)]
+    if unused:
+        raise ValueError(f"--{unused[0].replace('_', '-')} does not apply to --back: leave it out")
+    if args.back and args.out.suffix != ".safetensors":
+        raise ValueError(f"--out is {args.out}, expected a name ending in .safetensors with --back")
+    if os.path.lexists(args.out):
+        raise ValueError(f"--out {args.out} already exists: remove it or give another name")
+    if not args.out.absolute().parent.is_dir():
+        raise ValueError(f"--out {args.out} is in no existing folder: make {args.out.absolute().parent} first")
+    print(f"writing {args.out}", flush=True)
+    lines = back(args) if args.back else forward(args)
     print(*lines, sep="\n")
     return 0
 

@@ -21,7 +21,7 @@ from flow_grpo.data.video_io import read_video
 from flow_grpo.reporting import video_index
 from flow_grpo.reporting.clips import BASE, NOW, SOURCE, TRUE
 from flow_grpo.reporting.drawing.style import new_figure, styled
-from tools.common import make_parser
+from tools.common import command, make_parser
 
 Line = Mapping[str, Any]
 """Of `videos/index.jsonl`."""
@@ -78,21 +78,20 @@ def draw(runs: Sequence[Path], titles: Sequence[str], out: Path, rows: int, fram
     figure.savefig(out)
 
 
-def main() -> None:
+@command
+def main(words: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("runs", type=Path, nargs="+", help="folders of finished runs")
     parser.add_argument("--titles", nargs="+", default=["after training"], help="one per run")
     parser.add_argument("--out", type=Path, required=True, help="PNG file")
     parser.add_argument("--rows", type=int, default=4, help="conditions")
     parser.add_argument("--frames", type=int, default=5, help="frames of the runs' videos")
-    args = parser.parse_args()
-    try:
-        if len(args.titles) != len(args.runs):
-            raise ValueError(f"--titles names {len(args.titles)} of {len(args.runs)} runs; give one for each")
-        draw(args.runs, args.titles, args.out, args.rows, args.frames)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
+    args = parser.parse_args(words)
+    if len(args.titles) != len(args.runs):
+        raise ValueError(f"--titles names {len(args.titles)} of {len(args.runs)} runs; give one for each")
+    draw(args.runs, args.titles, args.out, args.rows, args.frames)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
