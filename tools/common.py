@@ -24,11 +24,7 @@ class Parser(argparse.ArgumentParser):
         known = [name for name in self._option_string_actions if name.startswith("--")]
         close = [difflib.get_close_matches(word.partition("=")[0], known, n=1) for word in unknown]
         meant = ", ".join(name for names in close for name in names)
-        self.refuse(f"{message} (did you mean {meant}?)" if meant else message)
-
-    def refuse(self, message: str) -> NoReturn:
-        """End the program with a message, as `ArgumentParser.error` does."""
-        super().error(message)
+        super().error(f"{message} (did you mean {meant}?)" if meant else message)
 
 
 def make_parser(doc: str | None, *, recipe: bool = False) -> argparse.ArgumentParser:

@@ -50,10 +50,7 @@ from tools.common import fail
 from tools.generation.options import command_line, parse
 
 if __name__ == "__main__":
-    try:
-        command_line(__doc__).parse_args()  # now: what follows takes seconds to import
-    except ValueError as error:
-        sys.exit(fail(error))
+    command_line(__doc__).parse_args()  # now: what follows takes seconds to import
 
 import torch
 from torch import Tensor

@@ -28,6 +28,9 @@ from flow_grpo.reporting.sinks.wandb import axis_of, key_is_set
 from flow_grpo.runtime.atomic_file import write_atomically
 from tools.common import command, make_parser
 
+PARSER = make_parser(__doc__)
+PARSER.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or a dashboard.json made from one")
+PARSER.add_argument("--project", metavar="ENTITY/PROJECT", help="wandb project to save the workspace to")
 NAME = "flow_grpo"  # of the workspace
 FILE = "dashboard.json"
 OPEN = ("health", "eval", "reward")  # sections that come first, unfolded
@@ -35,10 +38,7 @@ OPEN = ("health", "eval", "reward")  # sections that come first, unfolded
 
 @command
 def main(words: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or a dashboard.json made from one")
-    parser.add_argument("--project", metavar="ENTITY/PROJECT", help="wandb project to save the workspace to")
-    given = parser.parse_args(words)
+    given = PARSER.parse_args(words)
     sections = _read(given.run)
     if given.run.is_dir():
         write_atomically(given.run / FILE, json.dumps({"name": NAME, "sections": sections}, indent=1))

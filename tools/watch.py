@@ -41,6 +41,11 @@ from flow_grpo.runtime.checkpoints.run_lock import LOCK, is_held
 from tools.common import command, make_parser
 from tools.run_folder import CONFIG, METRICS, STARTS, SUMMARY, VIDEOS, Run, changed, read_run
 
+PARSER = make_parser(__doc__)
+PARSER.add_argument("run", type=Path, metavar="RUN", help="folder of a run, or of several: then its newest")
+PARSER.add_argument("--once", action="store_true", help="print it once and end, as without a terminal")
+PARSER.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between looks, default 2")
+PARSER.add_argument("--ascii", action="store_true", help="plain characters, as where the terminal is not UTF-8")
 BLOCKS, LETTERS = "▁▂▃▄▅▆▇█", "_.-~=+*#"  # of a sparkline, the second where the terminal knows ASCII alone
 BAR = 24  # characters
 WIDE = 100  # columns of a terminal from which on curves are twice as long
@@ -147,12 +152,7 @@ def written(folder: Path) -> float:
 
 @command
 def main(words: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, or of several: then its newest")
-    parser.add_argument("--once", action="store_true", help="print it once and end, as without a terminal")
-    parser.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between looks, default 2")
-    parser.add_argument("--ascii", action="store_true", help="plain characters, as where the terminal is not UTF-8")
-    args = parser.parse_args(words)
+    args = PARSER.parse_args(words)
     if not 0.1 <= args.every < math.inf:
         raise ValueError(f"--every: got {args.every:g}, must be at least 0.1 seconds")
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr] # a scene's name may be no ASCII

@@ -133,30 +133,13 @@ def commands_page() -> str:
     for name, module in modules.items():
         if not hasattr(module, "main"):  # what commands share
             continue
+        parser = module.PARSER if hasattr(module, "PARSER") else module.command_line(module.__doc__)
         lines += [f"## {name.replace('.', '/')}.py", "", _as_markdown(module.__doc__ or ""), ""]
-        for caption, parser in _with_subcommands(_parser_of(module)):
-            rows = [_row(action) for action in _shown(parser)]
+        for caption, part in _with_subcommands(parser):
+            rows = [_row(action) for action in _shown(part)]
             lines += [f"{caption}\n"] if caption else []
             lines += [*markdown_table(("option", "default", "meaning"), rows), ""]
     return "\n".join(lines)
-
-
-def _parser_of(module: Any) -> argparse.ArgumentParser:
-    """Return the parser that a command makes: main() runs up to the reading of its command line."""
-
-    class ParserMadeError(BaseException):  # passes every `except Exception` of main()
-        pass
-
-    def stop(parser: argparse.ArgumentParser, *_: object) -> None:
-        raise ParserMadeError(parser)
-
-    with mock.patch.object(argparse.ArgumentParser, "parse_known_args", stop):
-        try:
-            module.main()
-        except ParserMadeError as made:
-            parser: argparse.ArgumentParser = made.args[0]
-            return parser
-    raise AssertionError(f"{module.__name__}.main() reads no command line")
 
 
 def _with_subcommands(parser: argparse.ArgumentParser, caption: str = "") -> Iterator[tuple[str, Any]]:

@@ -6,18 +6,11 @@ import argparse
 from argparse import BooleanOptionalAction
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from config.base import get_config
 from config.grpo import WAN_NEGATIVE_PROMPT
-from tools.common import DTYPES, Parser
-
-
-class GenerateParser(Parser):
-    """A parser that raises ValueError instead of printing the usage and exiting."""
-
-    def refuse(self, message: str) -> NoReturn:
-        raise ValueError(message)
+from tools.common import DTYPES, make_parser
 
 
 def parse(words: Sequence[str] | None, doc: str | None) -> argparse.Namespace:
@@ -85,9 +78,9 @@ def of_run(folder: Path) -> dict[str, Any]:
     }
 
 
-def command_line(doc: str | None) -> Parser:
+def command_line(doc: str | None) -> argparse.ArgumentParser:
     defaults = get_config()
-    parser = GenerateParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(doc)
     add = parser.add_argument
     add("--run", type=Path, help="folder of a run, outputs/NAME: the options below that are not given are its own")
     add("--source", type=Path, nargs="+", action="extend", help="videos, or folders of videos")
