@@ -40,7 +40,7 @@ from torch import Tensor
 from flow_grpo.data.camera_files import write_cameras
 from flow_grpo.data.depth_files import depth_file
 from flow_grpo.data.multicam import COMMANDS, SENSOR_MM
-from flow_grpo.data.pose_files import names_pose_file, read_poses
+from flow_grpo.data.pose_files import PoseFile, names_pose_file, read_poses
 from flow_grpo.data.trajectories import camera_path, find_videos, label, read_source_path
 from flow_grpo.data.video_io import Size, frame_rate, video_size
 from flow_grpo.maths.keys import key
@@ -65,8 +65,8 @@ def main(words: list[str] | None = None) -> int:
         for clip in clips:
             scene = partial / ("val" if clip in held_out else "train") / lenses[clip] / clip.stem
             write_scene(scene, clip, paths[clip], args.camera, args.depth)
-            if (file := known[clip]) is not None:
-                poses = source_path(file, args.frames, args.unit)
+            if beside := known[clip]:
+                poses = source_path(*beside, args.frames, args.unit)
                 write_cameras(scene, [clip.stem], left_handed(poses[None]))
     print(f"{len(clips)} clips along {len(args.camera)} camera paths, {len(held_out)} of them held out: {args.out}")
     if unknown := [clip.name for clip in clips if not lenses[clip]]:
@@ -90,27 +90,26 @@ def check(args: argparse.Namespace, sizes: Mapping[Path, Size]) -> None:
             raise ValueError(f"{clip} has {frames} frames, needs {args.frames}; remove it or lower --frames")
 
 
-def poses_beside(clip: Path) -> Path | None:
-    """Return the file or folder with the poses of a clip's camera; ValueError for several."""
+def poses_beside(clip: Path) -> tuple[Path, PoseFile] | None:
+    """Return the file or folder with the poses of a clip's camera, and what it holds; ValueError for several."""
     names = [f"{clip.stem}{ending}" for ending in (".json", ".npz", ".txt", "")] + [f"pose/{clip.stem}.npz"]
     found = [place for name in names if names_pose_file(str(place := clip.parent / name)) and place.exists()]
     if len(found) > 1:
         raise ValueError(f"poses of {clip} are in both {found[0]} and {found[1]}; remove one of them")
-    return found[0] if found else None
+    return (found[0], read_poses(found[0])) if found else None
 
 
-def lens_of(file: Path | None, focal_px: float | None, columns: int) -> str:
+def lens_of(beside: tuple[Path, PoseFile] | None, focal_px: float | None, columns: int) -> str:
     """Return the name of the folder that tells a clip's focal length; empty where nothing does."""
-    if focal_px is None and file is not None:
-        found = read_poses(file)
-        focal_px = found.focal_px and found.focal_px * columns / (found.width or columns)
+    if focal_px is None and beside and beside[1].focal_px:
+        focal_px = beside[1].focal_px * columns / (beside[1].width or columns)
     return "" if focal_px is None else f"f{focal_px * SENSOR_MM / columns:.6g}_aperture1"
 
 
-def source_path(file: Path, frames: int, unit: float | None) -> Tensor:
+def source_path(file: Path, found: PoseFile, frames: int, unit: float | None) -> Tensor:
     """Return the poses (frames, 4, 4) of a clip's camera in metres, relative to the first."""
-    poses = read_source_path(file, frames)
-    if not read_poses(file).metres:
+    poses = read_source_path(file, frames, found)
+    if not found.metres:
         if unit is None:
             raise ValueError(
                 f"{file} does not know the metre: pass --unit, or remove it to have the clip judged without"

@@ -33,9 +33,7 @@ from flow_grpo.runtime.json_files import read_json, read_text
 AGAIN = "write it again"
 MULTICAM = "camera_extrinsics.json"
 LENSES = {"SIMPLE_PINHOLE": 1, "PINHOLE": 2, "SIMPLE_RADIAL": 1, "RADIAL": 1, "OPENCV": 2}  # COLMAP's: focal lengths
-MOST_DISTORTION = (
-    0.02  # of a COLMAP lens: at the edge of the picture about as much of a pixel's distance from the middle
-)
+MOST_DISTORTION = 0.02  # of a COLMAP lens: at the picture's edge about as much of a pixel's distance from the middle
 UNIT_TOLERANCE = 1e-2  # of a quaternion's length
 SQUARE = 0.02  # by which fx and fy may differ
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.data.dataset import ConditionDataset, file_id
-from flow_grpo.data.pose_files import label_of, names_pose_file, read_poses
+from flow_grpo.data.pose_files import PoseFile, label_of, names_pose_file, read_poses
 from flow_grpo.data.video_io import Size, VideoCache, frame_rate
 from flow_grpo.maths.benchmarks import preset_at_own_speed
 from flow_grpo.maths.poses import PRESETS, check_poses, pose, relative, rot_err, rotation_matrix, rotation_vector
@@ -119,15 +119,16 @@ def read_path(file: Trajectory, num_frames: int, video_fps: float = WAN_FPS) -> 
     return fit_path(found.poses, num_frames, fps=found.fps, video_fps=video_fps, from_first=found.from_first, name=name)
 
 
-def read_source_path(file: Trajectory, num_frames: int) -> Tensor:
+def read_source_path(file: Trajectory, num_frames: int, found: PoseFile | None = None) -> Tensor:
     """Read the (num_frames, 4, 4) float64 poses of a source's camera, relative to the first.
 
-    Pose i of the file is that of the source's frame i. Nothing is resampled: videos are read frame by frame.
+    Pose i of the file is that of the source's frame i. Nothing is resampled: videos are read frame by frame. `found` is
+    what the file holds, where it was read before.
 
     Raises:
         ValueError: unreadable file, unknown field, fps, fewer poses than frames, or poses that `fit_path` refuses.
     """
-    found = read_poses(file)
+    found = found or read_poses(file)
     poses, fps = found.poses, found.fps
     name = f"poses of the source's camera, file {file}:"
     if fps is not None:
