@@ -184,23 +184,8 @@ def check_size(args: argparse.Namespace) -> None:
                 f"--model {args.model} has no {part}/config.json, expected a folder in diffusers layout with "
                 "transformer, vae, text_encoder and tokenizer; tools/convert_recammaster.py makes one"
             )
-    model = video_model(args.kind)
-    temporal, spatial = codec.scale_factors(codec.read_config(args.model / "vae"))
-    transformer = transformer_config(model, args.model)
-    rows, columns = (spatial * patch for patch in transformer["patch_size"][1:])
-    if args.frames < 1 or (args.frames - 1) % temporal:
-        raise ValueError(f"--frames is {args.frames}, must be {temporal}n+1 for this codec, such as {5 * temporal + 1}")
-    if min(args.height, args.width) < 1 or args.height % rows or args.width % columns:
-        raise ValueError(
-            f"--height is {args.height} and --width {args.width}, must be multiples of {rows} and {columns} (codec "
-            f"{spatial}, patches {rows // spatial}x{columns // spatial})"
-        )
-    largest = model.largest_video(transformer, (temporal, spatial))
-    if any(side > bound for side, bound in zip((args.frames, args.height, args.width), largest, strict=True)):
-        raise ValueError(
-            f"--frames is {args.frames}, --height {args.height} and --width {args.width}, must be at most "
-            f"{largest[0]}, {largest[1]} and {largest[2]}, where the model's rotary positions end"
-        )
+    model, compression = video_model(args.kind), codec.scale_factors(codec.read_config(args.model / "vae"))
+    model.check_size((args.frames, args.height, args.width), transformer_config(model, args.model), compression)
 
 
 def plan(args: argparse.Namespace) -> tuple[ConditionDataset, list[VideoRequest]]:

@@ -84,15 +84,33 @@ class VideoModel:
     components: tuple[str, ...] = COMPONENTS
     share: Callable[[Any, ContextParallel], None] = share_tokens
 
-    def largest_video(self, transformer: Mapping[str, Any], compression: tuple[int, int]) -> tuple[int, int, int]:
-        """Return the most frames, rows and columns of a video for which the transformer has rotary positions.
+    def check_size(self, size: Shape, transformer: Mapping[str, Any], compression: tuple[int, int]) -> None:
+        """Raise ValueError unless a video of size (T, h, w) fits the codec, the patches and the rotary positions.
 
         `compression` is that of the codec, in time and in space.
         """
-        length, (_, patch_height, patch_width) = transformer["rope_max_seq_len"], transformer["patch_size"]
+        frames, height, width = size
+        length, (_, *patch) = transformer["rope_max_seq_len"], transformer["patch_size"]
         temporal, spatial = compression
-        frames = temporal * (length // (self.videos if self.consecutive else 1) - 1) + 1
-        return frames, length * patch_height * spatial, length * patch_width * spatial
+        if frames < 1 or (frames - 1) % temporal:
+            raise ValueError(
+                f"videos have {frames} frames, must be {temporal}n+1 for this codec, such as {5 * temporal + 1}; "
+                "set data.num_frames, or --frames"
+            )
+        rows, columns = (spatial * side for side in patch)
+        if min(height, width) < 1 or height % rows or width % columns:
+            raise ValueError(
+                f"videos are {height}x{width}, must be multiples of {rows}x{columns} (codec {spatial}, "
+                f"patch {patch[0]}x{patch[1]}); set data.height and data.width, or --height and --width"
+            )
+        most = temporal * (length // (self.videos if self.consecutive else 1) - 1) + 1
+        largest = most, length * rows, length * columns
+        if any(side > bound for side, bound in zip(size, largest, strict=True)):
+            raise ValueError(
+                f"videos are {frames}x{height}x{width} (frames, height, width), must be at most "
+                f"{'x'.join(map(str, largest))}, where the model's rotary positions end; lower data.num_frames, "
+                "data.height or data.width, or --frames, --height or --width"
+            )
 
     def tokens(self, latents: Shape, patch: Shape) -> int:
         """Return the length of the transformer's sequence for latents (C, F, H, W) of the target, cut into patches."""

@@ -199,9 +199,6 @@ class WanPolicy:
         self.device = device
         self._round_timestep = round_timestep
         self._config: Mapping[str, Any] = networks.transformer.config
-        self._patch: tuple[int, int, int] = self._config["patch_size"]
-        compression = self.codec.temporal, self.codec.spatial
-        self._largest = self.model.largest_video(networks.transformer.config, compression)
         self._reference: list[Tensor] | None = None
 
     @classmethod
@@ -297,23 +294,9 @@ class WanPolicy:
         shapes = {condition.size for condition in conditions}
         if len(shapes) != 1:
             raise ValueError(f"conditions of one batch need one video shape (T, h, w), got {sorted(shapes)}")
-        frames, height, width = shapes.pop()
-        if (frames - 1) % self.codec.temporal:
-            text = f"must be {self.codec.temporal}n+1 for this codec; set data.num_frames"
-            raise ValueError(f"videos have {frames} frames, {text}")
-        rows, columns = self.codec.spatial * self._patch[1], self.codec.spatial * self._patch[2]
-        if height % rows or width % columns:
-            raise ValueError(
-                f"videos are {height}x{width}, must be multiples of {rows}x{columns} (codec {self.codec.spatial}, "
-                f"patch {self._patch[1]}x{self._patch[2]}); set data.height and data.width"
-            )
-        if any(side > bound for side, bound in zip((frames, height, width), self._largest, strict=True)):
-            raise ValueError(
-                f"videos are {frames}x{height}x{width} (frames, height, width), must be at most "
-                f"{'x'.join(map(str, self._largest))}, where the model's rotary positions end; lower data.num_frames, "
-                "data.height or data.width"
-            )
-        return self.latent_size((frames, height, width))
+        size = shapes.pop()
+        self.model.check_size(size, self._config, (self.codec.temporal, self.codec.spatial))
+        return self.latent_size(size)
 
     def latent_size(self, size: tuple[int, int, int]) -> tuple[int, int, int, int]:
         """Return (C, F, H, W) of the latents of a video of (T, h, w), without checking that it fits."""
@@ -323,7 +306,7 @@ class WanPolicy:
 
     def tokens(self, size: tuple[int, int, int]) -> int:
         """Return the number of transformer tokens of one video (T, h, w); a source has as many again."""
-        return self.model.tokens(self.latent_size(size), self._patch) // self.model.videos
+        return self.model.tokens(self.latent_size(size), self._config["patch_size"]) // self.model.videos
 
     @torch.no_grad()
     def encode_targets(self, conditions: Sequence[Condition]) -> Tensor:

@@ -41,7 +41,9 @@ def test_the_velocity_is_that_of_diffusers_network_and_depends_on_the_prompt_alo
 
 def test_its_videos_may_be_twice_as_long_as_those_of_two_in_a_sequence():
     transformer = {"rope_max_seq_len": 1024, "patch_size": (1, 2, 2)}
-    assert WAN_T2V.largest_video(transformer, (4, 8)) == (4093, 16384, 16384)
+    WAN_T2V.check_size((4093, 16384, 16384), transformer, (4, 8))
+    with pytest.raises(ValueError, match="must be at most 4093x16384x16384"):
+        WAN_T2V.check_size((4097, 16384, 16384), transformer, (4, 8))
 
 
 def test_image_to_video_weights_and_models_of_two_transformers_are_refused(folder, tmp_path):

@@ -254,12 +254,12 @@ def test_a_file_of_poses_is_a_camera(source, tmp_path, capsys):
         (["--source", "nowhere.mp4"], "nowhere.mp4 does not exist"),
         (["--source", str(MODEL)], "is no folder with videos"),
         (["--frames", "9"], "room.mp4 is too short, got 7 of 9 frames; pass fewer --frames"),
-        (["--frames", "0"], "--frames is 0, must be"),
-        (["--frames", "33"], "--frames is 33, --height 24 and --width 32, must be at most 32, 512 and 512"),
-        (["--height", "25"], "--height is 25 and --width 32, must be multiples of "),
-        (["--width", "0"], "--width 0, must be"),
+        (["--frames", "0"], "videos have 0 frames, must be"),
+        (["--frames", "33"], "videos are 33x24x32 (frames, height, width), must be at most 32x512x512"),
+        (["--height", "25"], "videos are 25x32, must be multiples of "),
+        (["--width", "0"], "videos are 24x0, must be"),
         (["--steps", "0"], "--steps is 0"),
-        (["--width", "832"], "--frames is 5, --height 24 and --width 832, must be at most 32, 512 and 512"),
+        (["--width", "832"], "videos are 5x24x832 (frames, height, width), must be at most 32x512x512"),
         (["--focal-px", "0"], "--focal-px is 0, must be the focal length"),
         (["--before"], "--before shows the model without its --adapter, which is not given"),
         (["--guidance", "nan"], "--guidance is nan"),
@@ -283,8 +283,8 @@ def test_frames_must_fit_a_codec_that_compresses_time(source, tmp_path, capsys):
         (tmp_path / part).mkdir()
         (tmp_path / part / "config.json").write_text(json.dumps(content))
     given = words(source, "--height", "32", "--frames", "7", model=tmp_path)
-    assert "--frames is 7, must be 4n+1 for this codec, such as 21" in refusal(capsys, given)
-    assert "must be multiples of 16 and 16 (codec 8, patches 2x2)" in refusal(capsys, words(source, model=tmp_path))
+    assert "videos have 7 frames, must be 4n+1 for this codec, such as 21" in refusal(capsys, given)
+    assert "must be multiples of 16x16 (codec 8, patch 2x2)" in refusal(capsys, words(source, model=tmp_path))
 
 
 def test_existing_results_are_kept_and_an_unwritable_folder_is_refused_before_sampling(source, capsys):
