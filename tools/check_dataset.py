@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import os
 import re
@@ -179,7 +178,10 @@ def _check_cameras(
         if not multicam.PUBLIC_NAME.fullmatch(camera) and camera not in known:
             continue  # a stray, which `find_scenes` names
         try:
-            motion = _motion(read_cameras(file, [camera], max(frames, _posed_frames(content, camera), 1))[0])
+            posed = 0
+            while isinstance(entry := content.get(f"frame{posed}"), dict) and camera in entry:
+                posed += 1
+            motion = _motion(read_cameras(file, [camera], max(frames, posed, 1))[0])
         except ValueError as error:
             texts.append(str(error).replace(f" for {camera};", ";"))
             continue
@@ -188,11 +190,6 @@ def _check_cameras(
             step, limit = "{:.3g} m and {:.3g} degrees".format(*motion[2:]), "{:g} m, {:g}".format(*args.max_step)
             texts.append(f"{camera} moves {step} between two frames, at most {limit} degrees are plausible")
     report.problems.extend((name, text) for text in dict.fromkeys(texts))  # a frame that all cameras lack: once
-
-
-def _posed_frames(content: dict[str, Any], camera: str) -> int:
-    entries = (content.get(f"frame{number}") for number in itertools.count())
-    return sum(1 for _ in itertools.takewhile(lambda entry: isinstance(entry, dict) and camera in entry, entries))
 
 
 def _motion(poses: torch.Tensor) -> tuple[float, float, float, float]:

@@ -74,7 +74,11 @@ def panels_of_run(rows: Rows, direction: Direction, deciding: Deciding) -> list[
     """Return the plots of a run: held-out metrics that decide, rewards in use and advantages, health."""
     names = sorted({name for row in rows.values() for name in row if math.isfinite(row[name])})
     held_out = [panel_of_metric([rows], name, direction) for name in _held_out(rows, names, deciding)]
-    rewards = [panel_of_metric([rows], name, direction) for name in _rewards(rows, names)]
+    # The means of rewards that have had a weight; of all where weights are not logged.
+    means = [name for name in names if name.startswith("reward/") and name.endswith("_mean")]
+    used = [name for name in means if points(rows, f"{name.removesuffix('_mean')}_weight")[1].any()]
+    shown = used or means or [name for name in names if name == "reward/mean"]
+    rewards = [panel_of_metric([rows], name, direction) for name in shown]
     advantages, health = (
         [
             EpochPlot(title, note, needs, functools.partial(draw, rows))
@@ -121,13 +125,6 @@ def _held_out(rows: Rows, names: Iterable[str], deciding: Deciding) -> list[str]
         if len(values) < 2 or np.ptp(values) > 0:
             found.setdefault(steps.tobytes() + values.tobytes(), name)
     return sorted(found.values())
-
-
-def _rewards(rows: Rows, names: Sequence[str]) -> list[str]:
-    # The means of rewards that have had a weight; of all where weights are not logged.
-    means = [name for name in names if name.startswith("reward/") and name.endswith("_mean")]
-    used = [name for name in means if points(rows, f"{name.removesuffix('_mean')}_weight")[1].any()]
-    return used or means or [name for name in names if name == "reward/mean"]
 
 
 def _minutes(rows: Rows) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -164,7 +164,8 @@ class _Fit:
         np.add.at(blocks, frames, np.einsum("n,nki,nkj->nij", weight, by_pose, by_pose))
         np.add.at(slope, frames, np.einsum("n,nki,nk->ni", weight, by_pose, residual))
         normal[range(count), :, range(count)] = blocks
-        for first, size, deviation in zip((0, 3), self._bends(), self._deviations(), strict=True):
+        bends = np.deg2rad(BEND_DEG), BEND_SHARE * self.usual
+        for first, size, deviation in zip((0, 3), bends, self._deviations(), strict=True):
             for axis in range(3):
                 normal[:, first + axis, :, first + axis] += self._bend / size**2
             slope[:, first : first + 3] += self._bend @ deviation / size**2
@@ -182,9 +183,6 @@ class _Fit:
         turns, moves = np.split(moved.reshape(count, 6), 2, axis=1)
         self.poses[:, :3, :3] = self.poses[:, :3, :3] @ Rotation.from_rotvec(turns).as_matrix()
         self.poses[:, :3, 3] += moves
-
-    def _bends(self) -> tuple[float, float]:
-        return np.deg2rad(BEND_DEG), BEND_SHARE * self.usual
 
     def _deviations(self) -> tuple[Floats, Floats]:
         """Return how far the path is from its command: rotation vectors and distances, (F, 3) each."""
