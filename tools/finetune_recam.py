@@ -330,9 +330,11 @@ class FineTuning:
         self._sums, self._dropped, self._begun = torch.zeros_like(self._sums), 0, time.perf_counter()
 
     def save(self) -> None:
-        moments = moments_by_place(self.optimizer, self.policy.trained_parameters())
-        state = {"trained": adapters.trained_state(self.policy.module), "moments": moments}
-        state["plan"] = self.batches.plan.state_dict(self.consumed)
+        state = {
+            "trained": adapters.trained_parameters(self.policy.module),
+            "moments": moments_by_place(self.optimizer, self.policy.trained_parameters()),
+            "plan": self.batches.plan.state_dict(self.consumed),
+        }
         folder, keep, world = self.folder / "checkpoints", self.config.checkpoint.keep, self.world
         begun = saving.begin(
             folder, self.step, state=state, per_rank={}, identity=self.identity, world=world, keep=keep

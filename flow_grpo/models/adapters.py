@@ -93,14 +93,9 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in unwrap(module).named_parameters() if parameter.requires_grad}
 
 
-def trained_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return name -> CPU copy of the trained weights, for a checkpoint."""
-    return {name: parameter.detach().cpu().clone() for name, parameter in trained_parameters(module).items()}
-
-
 @torch.no_grad()
 def load_trained_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Restore what `trained_state` returned; ValueError if names or shapes differ, with nothing changed."""
+    """Restore a copy of `trained_parameters`; ValueError if names or shapes differ, with nothing changed."""
     parameters = trained_parameters(module)
     missing, unexpected = sorted(parameters.keys() - state.keys()), sorted(state.keys() - parameters.keys())
     reshaped = [n for n in parameters.keys() & state.keys() if parameters[n].shape != state[n].shape]

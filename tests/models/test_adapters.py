@@ -39,6 +39,10 @@ def names(model: nn.Module) -> set[str]:
     return {re.sub(r"^blocks\.\d+\.", "", name) for name in adapters.trained_parameters(model)}
 
 
+def trained_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in adapters.trained_parameters(model).items()}
+
+
 def move(model: nn.Module, by: float = 0.05) -> None:
     with torch.no_grad():
         for parameter in adapters.trained_parameters(model).values():
@@ -94,7 +98,7 @@ def test_adapters_start_neutral_and_identical_whatever_the_global_seed():
     second = trained_model()
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(output(first), start)
-    states = adapters.trained_state(first), adapters.trained_state(second)
+    states = trained_state(first), trained_state(second)
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
@@ -109,7 +113,7 @@ def test_trained_weights_are_fp32_where_frozen_ones_are_bf16():
 def test_trained_state_round_trips_through_another_instance(mode):
     model, other = trained_model(trained=mode), trained_model(trained=mode)
     move(model)
-    state = adapters.trained_state(model)
+    state = trained_state(model)
     kept = {name: value.clone() for name, value in state.items()}
     move(model)
     assert all(torch.equal(state[name], kept[name]) for name in kept)  # copies, not views
@@ -122,18 +126,18 @@ def test_trained_state_round_trips_through_another_instance(mode):
 @pytest.mark.parametrize("change", ["missing", "unexpected", "shape", "mode"])
 def test_loading_a_state_that_does_not_fit_is_refused_and_changes_nothing(change):
     model = trained_model()
-    fitting = {name: value + 1 for name, value in adapters.trained_state(model).items()}
+    fitting = {name: value + 1 for name, value in trained_state(model).items()}
     first, *others = fitting
     state = {
         "missing": {name: fitting[name] for name in others},
         "unexpected": fitting | {"blocks.9.extra": torch.zeros(1)},
         "shape": fitting | {first: torch.zeros(3, 3)},
-        "mode": adapters.trained_state(trained_model(trained="camera")),
+        "mode": trained_state(trained_model(trained="camera")),
     }[change]
-    before = adapters.trained_state(model)
+    before = trained_state(model)
     with pytest.raises(ValueError, match="checkpoint of another training mode or model"):
         adapters.load_trained_state(model, state)
-    assert all(torch.equal(value, before[name]) for name, value in adapters.trained_state(model).items())
+    assert all(torch.equal(value, before[name]) for name, value in trained_state(model).items())
 
 
 @pytest.mark.parametrize("error", [False, True])
@@ -168,7 +172,7 @@ def test_an_average_resumes_exactly_from_its_saved_state():
     averages = [adapters.Ema(list(adapters.trained_parameters(m).values()), 0.5) for m in (first, second)]
     move(first)
     averages[0].update()
-    adapters.load_trained_state(second, adapters.trained_state(first))
+    adapters.load_trained_state(second, trained_state(first))
     state = averages[0].state_dict()
     averages[1].load_state_dict(state)
     for model, average in zip((first, second), averages, strict=True):
