@@ -15,7 +15,7 @@ GREY_LEVEL = 1 / 255  # colour difference below which nothing counts as motion
 
 def motion(videos: Tensor) -> Tensor:
     """Return (B,) mean absolute colour change between neighbouring frames of (B, 3, T, h, w) videos in [0, 1]."""
-    return videos.diff(dim=2).abs().mean(dim=(1, 2, 3, 4))
+    return videos.diff(dim=2).abs_().mean(dim=(1, 2, 3, 4))
 
 
 class MotionMag:
