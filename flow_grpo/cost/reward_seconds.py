@@ -6,17 +6,17 @@ import math
 from collections.abc import Collection
 
 # CPU-seconds of a video on one core of an x86-64 server that others used as well, at two sizes: a textured room with
-# true views (tests/textured_room.py) at 33x240x416 and 81x480x832, the demos' rooms at 5x24x32 and 9x64x96.
+# true views (tools/dev/bench_rewards.py) at 33x240x416 and 81x480x832, the demos' rooms at 5x24x32 and 9x64x96.
 VIDEO = {
     "features": (1.3, 2.0),
     "pose": (2.4, 3.1),
     "view_disp": (0.5, 0.7),
     "target_view": (2.8, 33.0),
     "target_psnr": (0.09, 1.2),
-    "source_match": (0.4, 3.1),
+    "source_match": (0.2, 1.1),
     "source_texture": (0.71, 7.2),
-    "motion_mag": (0.11, 1.1),
-    "exposure": (0.19, 1.1),
+    "motion_mag": (0.05, 0.25),
+    "exposure": (0.05, 0.45),
     "sharpness": (0.12, 1.1),
     "room": (0.04, 0.12),
     "room_pose": (0.04, 0.36),
