@@ -47,6 +47,13 @@ def add_conversion_options(parser: argparse.ArgumentParser) -> None:
     add("--link", action="store_true", help="symlink the other components instead of copying")
 
 
+def add_clip_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--focal-px", type=float, help="focal length of all clips in pixels of their files; else unknown")
+    add("--unit", type=float, metavar="METRES", help="of poses by COLMAP, MegaSaM and TUM, which know none")
+    add("--depth", type=float, help="metres to what the clips show, roughly")
+
+
 def launcher(ranks: int) -> list[str]:
     """Return the words of torchrun, for this interpreter and that many processes of this machine."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]

@@ -11,130 +11,37 @@ with its depths (docs/your_videos.md); --depth gives one number of metres for al
 
 from __future__ import annotations
 
-import argparse
-import math
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-from tools.common import command, make_parser
+from tools.common import add_clip_options, command, make_parser
 
 PARSER = make_parser(__doc__)
 PARSER.add_argument("clips", type=Path, help="folder of videos")
 PARSER.add_argument("--camera", nargs="+", required=True, metavar="PATH", help="presets, or files of poses")
 PARSER.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
-PARSER.add_argument("--focal-px", type=float, help="focal length of all clips in pixels of their files; else unknown")
-PARSER.add_argument("--unit", type=float, metavar="METRES", help="of poses by COLMAP, MegaSaM and TUM, which know none")
-PARSER.add_argument("--depth", type=float, help="metres to what the clips show, roughly")
+add_clip_options(PARSER)
 PARSER.add_argument("--frames", type=int, default=81, help="that will be trained on, 4n+1 (default: 81)")
 PARSER.add_argument("--val", type=float, default=0.2, metavar="SHARE", help="of the clips (default: 0.2)")
 if __name__ == "__main__":
     PARSER.parse_args()  # now: what follows takes seconds to import
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from flow_grpo.data.camera_files import write_cameras
-from flow_grpo.data.depth_files import depth_file
-from flow_grpo.data.multicam import COMMANDS, SENSOR_MM
-from flow_grpo.data.pose_files import PoseFile, names_pose_file, read_poses
-from flow_grpo.data.trajectories import camera_path, find_videos, label, read_source_path
-from flow_grpo.data.video_io import Size, frame_rate, video_size
-from flow_grpo.maths.keys import key
-from flow_grpo.maths.poses import multicam_to_opencv
-from flow_grpo.runtime.atomic_file import atomic_path
+from flow_grpo.data.trajectories import find_videos
+from tools.footage.layout import lay_out
 
 
 @command
 def main(words: list[str] | None = None) -> int:
     args = PARSER.parse_args(words)
     clips = find_videos(args.clips)
-    sizes = {clip: video_size(clip) for clip in clips}
-    check(args, sizes)
-    known = {clip: poses_beside(clip) for clip in clips}
-    lenses = {clip: lens_of(known[clip], args.focal_px, sizes[clip][2]) for clip in clips}
-    paths = {
-        clip: torch.stack([camera_path(path, args.frames, frame_rate(clip)) for path in args.camera]) for clip in clips
-    }
-    order = sorted(clips, key=lambda clip: key("held-out clip", clip.name))
-    held_out = order[: round(args.val * len(clips))]
-    with atomic_path(args.out) as partial:
-        for clip in clips:
-            scene = partial / ("val" if clip in held_out else "train") / lenses[clip] / clip.stem
-            write_scene(scene, clip, paths[clip], args.camera, args.depth)
-            if beside := known[clip]:
-                poses = source_path(*beside, args.frames, args.unit)
-                write_cameras(scene, [clip.stem], left_handed(poses[None]))
+    held_out, unknown = lay_out(clips, args)
     print(f"{len(clips)} clips along {len(args.camera)} camera paths, {len(held_out)} of them held out: {args.out}")
-    if unknown := [clip.name for clip in clips if not lenses[clip]]:
-        print(f"focal length unknown, so no reward can measure the cameras of {', '.join(unknown)}: pass --focal-px")
+    if unknown:
+        names = ", ".join(clip.name for clip in unknown)
+        print(f"focal length unknown, so no reward can measure the cameras of {names}: pass --focal-px")
     return 0
-
-
-def check(args: argparse.Namespace, sizes: Mapping[Path, Size]) -> None:
-    """Raise ValueError for options and clips that cannot work."""
-    if args.out.exists():
-        raise ValueError(f"--out {args.out} exists; choose another")
-    if not 0 <= args.val < 1:
-        raise ValueError(f"--val is {args.val:g}, must be a share from 0 to below 1")
-    for option, value in (("--focal-px", args.focal_px), ("--unit", args.unit), ("--depth", args.depth)):
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{option} is {value:g}, must be above 0; leave it out where it is not known")
-    if len(names := {clip.stem for clip in sizes}) < len(sizes):
-        raise ValueError(f"{len(sizes)} clips have {len(names)} names without endings; give each its own")
-    for clip, (frames, _, _) in sizes.items():
-        if frames < args.frames:
-            raise ValueError(f"{clip} has {frames} frames, needs {args.frames}; remove it or lower --frames")
-
-
-def poses_beside(clip: Path) -> tuple[Path, PoseFile] | None:
-    """Return the file or folder with the poses of a clip's camera, and what it holds; ValueError for several."""
-    names = [f"{clip.stem}{ending}" for ending in (".json", ".npz", ".txt", "")] + [f"pose/{clip.stem}.npz"]
-    found = [place for name in names if names_pose_file(str(place := clip.parent / name)) and place.exists()]
-    if len(found) > 1:
-        raise ValueError(f"poses of {clip} are in both {found[0]} and {found[1]}; remove one of them")
-    return (found[0], read_poses(found[0])) if found else None
-
-
-def lens_of(beside: tuple[Path, PoseFile] | None, focal_px: float | None, columns: int) -> str:
-    """Return the name of the folder that tells a clip's focal length; empty where nothing does."""
-    if focal_px is None and beside and beside[1].focal_px:
-        focal_px = beside[1].focal_px * columns / (beside[1].width or columns)
-    return "" if focal_px is None else f"f{focal_px * SENSOR_MM / columns:.6g}_aperture1"
-
-
-def source_path(file: Path, found: PoseFile, frames: int, unit: float | None) -> Tensor:
-    """Return the poses (frames, 4, 4) of a clip's camera in metres, relative to the first."""
-    poses = read_source_path(file, frames, found)
-    if not found.metres:
-        if unit is None:
-            raise ValueError(
-                f"{file} does not know the metre: pass --unit, or remove it to have the clip judged without"
-            )
-        poses[:, :3, 3] *= unit
-    return poses
-
-
-def left_handed(poses: Tensor) -> Tensor:
-    """Return poses in a world as that of MultiCamVideo's files."""
-    return multicam_to_opencv(torch.eye(4)) @ poses
-
-
-def write_scene(scene: Path, clip: Path, paths: Tensor, texts: list[str], metres: float | None) -> None:
-    """Write a scene's folder: the clip and what stands beside it, and the commands (paths, T, 4, 4)."""
-    (scene / "videos").mkdir(parents=True)
-    video = scene / "videos" / f"{clip.stem}.mp4"
-    video.symlink_to(clip.absolute())
-    names = [f"path{number:02d}" for number in range(1, 1 + len(texts))]
-    motions = [label(text) for text in texts]
-    write_cameras(scene / COMMANDS, names, left_handed(paths), motions)
-    if (known := depth_file(clip)).is_file():
-        depth_file(video).symlink_to(known.absolute())
-    elif metres is not None:
-        np.savez(depth_file(video), depth=np.full((1, 1, 1), metres))
 
 
 if __name__ == "__main__":
