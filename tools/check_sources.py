@@ -1,18 +1,29 @@
-r"""Find the source videos in which `pose_rot` and `pose_trans` can locate frames, before training.
+r"""Say what a recipe's rewards can measure on your clips, or find the items of a data set that no training should draw.
 
+    python tools/check_sources.py clips --config config/grpo.py:my_recam_8npu --focal-px 840 --page clips.html
     python tools/check_sources.py --config config/grpo.py:my_recam_8npu --out usable.json
     torchrun ... train_grpo.py --config config/grpo.py:my_recam_8npu --config.data.exclude=usable.json
 
-A source is usable if enough of it can be triangulated, its own held-out frames are located correctly, and at least half
+CLIPS is a folder of videos, with what is known of them beside them (tools/prepare_clips.py), or a data set, whose
+sources are taken once each. Every reward of the recipe scores a perfect retake of each: the clip's own frames, or the
+true view's, written and read once. It has a value there, its floor on the clip, or a cause why not, and what would help
+(docs/your_videos.md); --json and --page write the table as data, and with pictures.
+
+--out judges the items of the training split by whether `pose_rot` and `pose_trans` can locate frames. A source is
+usable if enough of it can be triangulated, its own held-out frames are located correctly, and at least half
 of the true view is located as well (docs/camera_rewards.md). Samples of an unusable item would be rolled out and get no
 reward; excluded items are never drawn. The file holds a verdict per item of the training split, "" or the problem; it
-is updated as the check proceeds, and the same command resumes; scenes whose files have changed are judged again. Exit
-code: 0, 1 if an item could not be read or measured (it has no verdict and is retried next time) or fewer than half are
-usable, 2 for invalid settings.
+is updated as the check proceeds, and the same command resumes; scenes whose files have changed are judged again.
+
+Exit code: 0, 1 if a clip or an item could not be read or measured (such an item has no verdict and is retried next
+time) or fewer than half of the items are usable, 2 for invalid settings.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,10 +32,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 
 from flow_grpo.run.at_once import answer_at_once
 from flow_grpo.runtime.processes import usable_cores
-from tools.common import fail, make_parser
+from tools.common import add_clip_options, fail, make_parser
 
 PARSER = make_parser(__doc__, recipe=True)
-PARSER.add_argument("--out", type=Path, required=True, help="the file of verdicts")
+PARSER.add_argument("clips", type=Path, nargs="?", help="folder of videos, or a data set in place of data.root")
+PARSER.add_argument("--json", type=Path, metavar="FILE", help="to write the answers on clips to")
+PARSER.add_argument("--page", type=Path, metavar="FILE", help="HTML page of them, with pictures")
+PARSER.add_argument("--out", type=Path, metavar="FILE", help="of the verdicts on the items of a data set")
+add_clip_options(PARSER)
 PARSER.add_argument("--workers", type=int, default=usable_cores(), help="processes; 0: run in this one")
 if __name__ == "__main__":
     answer_at_once(PARSER)  # now: what follows takes seconds to import
@@ -34,9 +49,16 @@ from tqdm import tqdm
 from flow_grpo.data.exclude import Verdicts, read_verdicts, settings_of, write_verdicts
 from flow_grpo.data.multicam import MultiCamDataset, contents_by_scene
 from flow_grpo.data.splits import multicam_data
+from flow_grpo.data.trajectories import find_videos
 from flow_grpo.records import Condition
+from flow_grpo.rewards.base import build_reward_set
 from flow_grpo.rewards.camera.pose import PoseMeasurer
+from flow_grpo.rewards.process_pool import CallPool
+from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.settings.loading import load_config
+from flow_grpo.settings.schema import Config
+from tools.footage.answers import Answer, advice, examine
+from tools.footage.show import page, records, table
 
 LEAST_USABLE = 0.5  # share of the items below which something common to all is suspected
 SHOWN = 5  # of the scenes without a usable item
@@ -45,6 +67,7 @@ CAUSES = (
     "another convention, or the focal length in the folder's name is wrong (docs/your_videos.md)"
 )
 AT_ONCE = 4  # items per process between two writes of the file
+CLIP_SECONDS = 1800.0  # for a clip: anchors by structure from motion may take minutes
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -52,13 +75,50 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         if known.workers < 0:
             raise ValueError(f"--workers is {known.workers}, must be at least 0 (0: check in this process)")
+        if bool(known.clips) == bool(known.out):
+            raise ValueError(
+                f"got {'both' if known.out else 'neither'} CLIPS and --out, must be one of them; see --help"
+            )
         config = load_config(known.config, [*overrides, "--config.data.exclude="])
-        data = multicam_data(config.data, config.data.train_split)
-        made_from = settings_of(config.data), contents_by_scene(data.scenes)
-        verdicts = read_verdicts(known.out, *made_from, forget=True) if known.out.exists() else {}
-        write_verdicts(verdicts, *made_from, known.out)  # fails now rather than after an hour
+        return (answer_clips if known.clips else judge_items)(known, config)
     except (ValueError, OSError) as error:
         return fail(error)
+
+
+def answer_clips(known: argparse.Namespace, config: Config) -> int:
+    """Print, and write where asked, what can be measured on each clip; return the exit code."""
+    items: list[Path | int]
+    if (known.clips / config.data.train_split).is_dir():
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, root=str(known.clips)))
+        data = multicam_data(config.data, config.data.train_split)
+        items = [*{data.source_file(number): number for number in reversed(range(len(data)))}.values()][::-1]
+    else:
+        items = [*find_videos(known.clips)]
+    rewards = build_reward_set(config.reward.weights, data_root=config.data.root, servers=config.reward.remote)
+    answers: list[Answer] = []
+    pool, step = CallPool(known.workers), max(1, known.workers)
+    for start in tqdm(range(0, len(items), step), unit="clip", unit_scale=step):
+        jobs = [(config, item, known) for item in items[start : start + step]]
+        for job, made in zip(jobs, pool.run(examine, jobs, seconds=CLIP_SECONDS, what="clips"), strict=True):
+            lost = Answer(str(job[1]), "", "", {}, (), made.fault, advice([made.fault]), "")
+            answers.append(made.value or lost)
+    pool.close()
+    print("\n".join(table(answers, rewards.floors)), flush=True)
+    size = config.data.num_frames, config.data.height, config.data.width
+    if known.json:
+        content = {"recipe": known.config, "size": size, "floors": rewards.floors, "clips": records(answers)}
+        write_atomically(known.json, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    if known.page:
+        write_atomically(known.page, page(answers, rewards.floors, known.config, size))
+    return int(any(one.cause for one in answers))
+
+
+def judge_items(known: argparse.Namespace, config: Config) -> int:
+    """Write the verdicts on the items of the training split; return the exit code."""
+    data = multicam_data(config.data, config.data.train_split)
+    made_from = settings_of(config.data), contents_by_scene(data.scenes)
+    verdicts = read_verdicts(known.out, *made_from, forget=True) if known.out.exists() else {}
+    write_verdicts(verdicts, *made_from, known.out)  # fails now rather than after an hour
     problems = check(data, verdicts, lambda: write_verdicts(verdicts, *made_from, known.out), known.workers)
     enough = report(data, verdicts, known.out)
     for problem in problems:

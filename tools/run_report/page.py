@@ -34,17 +34,13 @@ FIRST_KNOBS = 12  # of those in which runs differ; the others stand behind a fol
 
 def render(runs: Sequence[Run], asked: str = "") -> str:
     """Return the page of at least one run; `asked` as in `configuration.knobs`. ValueError if it would not be small."""
-    environment = Environment(
-        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    of_words = (words.number, words.signed, words.span, words.percent, words.duration, words.tidy)
-    environment.filters |= {write.__name__: write for write in (*of_words, rich, breaking)}
-    script = (HERE / "script.js").read_text(encoding="utf-8")
     compared = side_by_side(runs) if len(runs) > 1 else None
     drawn = curves(runs, compared["alike"] if compared else runs)
     # Names and places of the runs are no difference.
     different = differences(*(settings(run) | changes(run) for run in runs)) if len(runs) > 1 else {}
-    page = environment.get_template("page.html.j2").render(
+    page = fill(
+        "page.html.j2",
+        (HERE / "script.js").read_text(encoding="utf-8"),
         parts=[part(run, f"run {place}", MOST_BYTES // len(runs), asked) for place, run in enumerate(runs)],
         compared=compared,
         different=[(knob, [value or words.NOTHING for value in values]) for knob, values in different.items()],
@@ -59,14 +55,26 @@ def render(runs: Sequence[Run], asked: str = "") -> str:
         ],
         colours={"before": GREY, "after": BLUE, "commanded": BLUE, "estimated": ORANGE},
         colour_of=lambda place: CYCLE[place % len(CYCLE)],
+    )
+    if len(page.encode()) > MOST_PAGE_BYTES:
+        raise ValueError(f"the page has {len(page.encode())} bytes, must stay below {MOST_PAGE_BYTES}; give fewer runs")
+    return page
+
+
+def fill(template: str, script: str, **facts: object) -> str:
+    """Return the page of a template in this folder, with the style of all pages, a script and facts."""
+    environment = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    of_words = (words.number, words.signed, words.span, words.percent, words.duration, words.tidy)
+    environment.filters |= {write.__name__: write for write in (*of_words, rich, breaking)}
+    return environment.get_template(template).render(
+        facts,
         style=Markup((HERE / "style.css").read_text(encoding="utf-8")),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         written=time.strftime("%Y-%m-%d %H:%M"),
     )
-    if len(page.encode()) > MOST_PAGE_BYTES:
-        raise ValueError(f"the page has {len(page.encode())} bytes, must stay below {MOST_PAGE_BYTES}; give fewer runs")
-    return page
 
 
 def part(run: Run, name: str, most_bytes: int, asked: str) -> dict[str, Any]:
