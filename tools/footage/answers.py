@@ -157,7 +157,7 @@ def retake(condition: Condition) -> Tensor:
 def camera_of(source: AnySource, condition: Condition) -> str:
     """Return in words what locates cameras on a source."""
     moves = "its poses" if condition.source_poses is not None else "structure from motion"
-    return f"{'it stays in place' if isinstance(source, FixedSource) else moves}{', in metres' * source.metric}"
+    return f"{'stays in place' if isinstance(source, FixedSource) else moves}{', in metres' * source.metric}"
 
 
 def measurable(source: AnySource, condition: Condition) -> tuple[str, ...]:

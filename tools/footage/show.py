@@ -24,7 +24,7 @@ def table(answers: Sequence[Answer], floors: Mapping[str, float]) -> list[str]:
     """Return lines: a Markdown table with a row a clip, then why values are missing and what would help."""
     head = [
         "clip",
-        "camera by",
+        "camera",
         *(f"{name} (floor {number(floor, 2)})" for name, floor in floors.items()),
         "CPU s",
         "presets",

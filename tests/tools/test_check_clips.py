@@ -1,0 +1,111 @@
+"""What can be measured on clips: values and causes by reward, presets, advice, table, JSON and page."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from flow_grpo.data.splits import multicam_data
+from flow_grpo.maths.poses import preset_path
+from flow_grpo.rewards.camera.anchors import Source
+from flow_grpo.rewards.camera.pnp import MappedView, camera_matrix
+from flow_grpo.runtime.video_file import write_video
+from flow_grpo.settings.loading import load_config
+from tests.command import command
+from tests.refusals import refusal
+from tests.textured_room import SMALL, condition, film, shoot, source_path, standing
+from tools import check_sources
+from tools.footage.answers import advice, measurable
+
+FRAMES = 5
+KNOBS = {"data.num_frames": FRAMES, "data.height": SMALL[0], "data.width": SMALL[1]}
+
+
+def words(clips, *more: str) -> list[str]:
+    return [str(clips), *command(KNOBS, "--workers", "0", recipe="my_recam_8npu"), *more]
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory):
+    """Answer on five clips; return the exit code and the folder."""
+    folder = tmp_path_factory.mktemp("clips")
+    still = shoot(standing(FRAMES), SMALL)
+    videos = {"still": still, "pan": film("pan_right"), "walk": film("source"), "short": still[:, :3]}
+    videos["flat"] = torch.full_like(still, 0.5)
+    for name, video in videos.items():
+        write_video(folder / f"{name}.mp4", video, 24)
+    (folder / "walk.json").write_text(json.dumps({"poses": source_path(FRAMES).tolist()}))
+    np.savez(folder / "still.depth.npz", depth=np.full((1, *SMALL), 4.0))
+    files = ["--json", str(folder / "answers.json"), "--page", str(folder / "page.html"), "--focal-px", "420.2"]
+    return check_sources.main(words(folder, *files)), folder
+
+
+def clips_of(folder) -> dict[str, dict]:
+    return {one["clip"]: one for one in json.loads((folder / "answers.json").read_text())["clips"]}
+
+
+def test_a_reward_has_its_floor_on_a_clip_in_its_own_unit(answered):
+    found = clips_of(answered[1])
+    cameras = {"still": "stays in place, in metres", "pan": "stays in place", "walk": "its poses, in metres"}
+    assert {name: found[name]["camera"] for name in cameras} == cameras
+    for name in cameras:  # the pan's own path is nowhere given: under the identity it would be degrees off
+        score = found[name]["scores"]["pose_rot"]
+        assert -0.005 < score["value"] <= 0 and score["measured"].endswith("°") and score["cpu_seconds"] > 0
+        assert len(found[name]["presets"]) == 10
+    for name in ("still", "walk"):
+        score = found[name]["scores"]["pose_trans"]
+        assert -0.02 < score["value"] <= 0 and score["measured"].endswith(" m")
+
+
+def test_what_has_no_value_says_why_and_what_helps(answered):
+    code, folder = answered
+    found = clips_of(folder)
+    assert code == 1 and "3 frames, needs 5" in found["short"]["cause"] and "num_frames" in found["short"]["advice"][0]
+    assert found["pan"]["scores"]["pose_trans"]["value"] is None and "--depth" in found["pan"]["advice"][0]
+    assert "0 features, needs 50" in found["flat"]["scores"]["pose_rot"]["cause"]
+    assert found["flat"]["advice"][0].startswith("exclude it") and found["flat"]["presets"] == []
+    assert found["walk"]["scores"]["view_disp"]["cause"] == "has no target video of path01"
+    assert len(found["walk"]["advice"]) == 1 and "second camera" in found["walk"]["advice"][0]
+
+
+def test_the_page_shows_every_clip_and_fetches_nothing(answered):
+    page = (answered[1] / "page.html").read_text()
+    assert page.count("data:image/jpeg;base64,/9j/") == 4 and page.count("<figure") == 5
+    assert "http" not in page.replace("http-equiv", "") and "What helps: exclude it" in page
+
+
+def test_sources_of_a_data_set_are_answered_for_once_each_by_their_true_views(world, tmp_path, capsys):
+    knobs = {"data.num_frames": 5, "data.height": 24, "data.width": 32, "data.tiny_world": "unit_test"}
+    asked = command(knobs, "--workers", "0", "--json", str(tmp_path / "answers.json"))
+    assert check_sources.main([str(world), *asked]) == 0
+    found = clips_of(tmp_path)
+    scores = [score["value"] for one in found.values() for score in one["scores"].values()]
+    data = multicam_data(load_config(asked[1], [f"--config.data.root={world}", *asked[6:]]).data, "train")
+    assert all(value is not None for value in scores)
+    assert len(found) == len({data.source_file(number) for number in range(len(data))}) < len(data)
+    assert capsys.readouterr().out.count("\n| train/") == len(found)
+
+
+@pytest.mark.parametrize(("aside", "kept", "lost"), [(-10.0, "pan_left", "pan_right"), (10.0, "pan_right", "pan_left")])
+def test_a_preset_that_turns_away_from_all_points_is_not_measurable(aside, kept, lost):
+    """Of 28 degrees of view the points take 6, on one side: a turn to the other side loses them before its middle."""
+    angle = np.deg2rad(aside + np.linspace(-3, 3, 80))
+    xyz = 4 * np.stack([np.sin(angle), np.zeros(80), np.cos(angle)], 1)
+    view = MappedView(0, np.zeros((80, 128), np.float32), xyz, np.ones(80, np.bool_))
+    asked = condition("pan_right", torch.zeros(3, 21, *SMALL), preset_path("pan_right", 21))
+    source = Source((view,), camera_matrix([840.0, 840.0, 208.0, 120.0]), np.ones(21, np.bool_), "", metric=False)
+    found = measurable(source, asked)
+    assert kept in found and lost not in found and "zoom_in" in found
+    assert "zoom_in" not in measurable(dataclasses.replace(source, metric=True), asked)  # beside them in the end
+
+
+def test_a_cause_that_nobody_foresaw_is_its_own_advice():
+    assert advice(["", "a.mp4 is HDR; convert it", "a.mp4 is HDR; convert it"]) == ("a.mp4 is HDR; convert it",)
+
+
+@pytest.mark.parametrize("more", [["--out", "usable.json"], None])
+def test_clips_or_items_are_judged_not_both(capsys, more):
+    asked = words("clips", *more) if more else words("clips")[1:]
+    assert "CLIPS and --out, must be one of them" in refusal(capsys, check_sources.main, asked)
