@@ -57,8 +57,8 @@ from flow_grpo.rewards.process_pool import CallPool
 from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.settings.loading import load_config
 from flow_grpo.settings.schema import Config
-from tools.footage.answers import Answer, advice, examine
-from tools.footage.show import page, records, table
+from tools.footage.answers import Answer, examine
+from tools.footage.show import page, table
 
 LEAST_USABLE = 0.5  # share of the items below which something common to all is suspected
 SHOWN = 5  # of the scenes without a usable item
@@ -99,14 +99,14 @@ def answer_clips(known: argparse.Namespace, config: Config) -> int:
     pool, step = CallPool(known.workers), max(1, known.workers)
     for start in tqdm(range(0, len(items), step), unit="clip", unit_scale=step):
         jobs = [(config, item, known) for item in items[start : start + step]]
-        for job, made in zip(jobs, pool.run(examine, jobs, seconds=CLIP_SECONDS, what="clips"), strict=True):
-            lost = Answer(str(job[1]), "", "", {}, (), made.fault, advice([made.fault]), "")
-            answers.append(made.value or lost)
+        made = pool.run(examine, jobs, seconds=CLIP_SECONDS, what="clips")
+        answers += [one.value or Answer(str(job[1]), one.fault) for job, one in zip(jobs, made, strict=True)]
     pool.close()
     print("\n".join(table(answers, rewards.floors)), flush=True)
     size = config.data.num_frames, config.data.height, config.data.width
     if known.json:
-        content = {"recipe": known.config, "size": size, "floors": rewards.floors, "clips": records(answers)}
+        clips = [dataclasses.asdict(one) | {"advice": one.advice(), "thumbnail": None} for one in answers]
+        content = {"recipe": known.config, "size": size, "floors": rewards.floors, "clips": clips}
         write_atomically(known.json, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     if known.page:
         write_atomically(known.page, page(answers, rewards.floors, known.config, size))

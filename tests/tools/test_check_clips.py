@@ -17,7 +17,7 @@ from tests.command import command
 from tests.refusals import refusal
 from tests.textured_room import SMALL, condition, film, shoot, source_path, standing
 from tools import check_sources
-from tools.footage.answers import advice, measurable
+from tools.footage.answers import Answer, measurable
 
 FRAMES = 5
 KNOBS = {"data.num_frames": FRAMES, "data.height": SMALL[0], "data.width": SMALL[1]}
@@ -52,11 +52,11 @@ def test_a_reward_has_its_floor_on_a_clip_in_its_own_unit(answered):
     assert {name: found[name]["camera"] for name in cameras} == cameras
     for name in cameras:  # the pan's own path is nowhere given: under the identity it would be degrees off
         score = found[name]["scores"]["pose_rot"]
-        assert -0.005 < score["value"] <= 0 and score["measured"].endswith("°") and score["cpu_seconds"] > 0
+        assert -0.005 < score["value"] <= 0 and score["text"].endswith("°)") and score["cpu_seconds"] > 0
         assert len(found[name]["presets"]) == 10
     for name in ("still", "walk"):
         score = found[name]["scores"]["pose_trans"]
-        assert -0.02 < score["value"] <= 0 and score["measured"].endswith(" m")
+        assert -0.02 < score["value"] <= 0 and score["text"].endswith(" m)")
 
 
 def test_what_has_no_value_says_why_and_what_helps(answered):
@@ -102,7 +102,7 @@ def test_a_preset_that_turns_away_from_all_points_is_not_measurable(aside, kept,
 
 
 def test_a_cause_that_nobody_foresaw_is_its_own_advice():
-    assert advice(["", "a.mp4 is HDR; convert it", "a.mp4 is HDR; convert it"]) == ("a.mp4 is HDR; convert it",)
+    assert Answer("a", "a.mp4 is HDR; convert it").advice() == ["a.mp4 is HDR; convert it"]
 
 
 @pytest.mark.parametrize("more", [["--out", "usable.json"], None])

@@ -9,7 +9,6 @@ import io
 import re
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -29,10 +28,9 @@ from flow_grpo.rewards.frames import frame_numbers
 from flow_grpo.runtime.video_file import write_video
 from flow_grpo.settings.schema import Config
 from tools.footage.layout import lay_out
+from tools.run_report.words import NOTHING, number
 
 UNITS = {"_deg": "°", "_m": " m", "_px": " px"}  # endings of the measurements that have one
-THUMBNAIL = (320, 320)
-LEAST_KEPT = 0.6  # share of a clip's picture, below which the crop is worth a word
 # What a cause says -> what helps; the first that is found.
 HELP = {
     "no known focal length": "give its focal length: --focal-px, or a pose file beside it that holds one",
@@ -48,12 +46,12 @@ HELP = {
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """One reward of a perfect retake."""
+    """What one reward makes of a perfect retake."""
 
     value: float | None  # the floor on this clip; None without a value
-    measured: str  # the same in degrees, metres or pixels, where the reward has such a measure
+    text: str  # the same with its error in degrees, metres or pixels where the reward has one
     cause: str  # why there is no value, or ""
-    cpu_seconds: float  # of a sample; what all rewards share counts for the first, what a source needs once for none
+    cpu_seconds: float  # of a sample; what rewards share counts for the first, what a source needs once for none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,76 +59,81 @@ class Answer:
     """What can be measured on one clip."""
 
     clip: str
-    picture: str  # what the file holds, or ""
-    camera: str  # what locates cameras on it
-    scores: dict[str, Score]  # by reward; empty where the clip cannot be used at all
-    presets: tuple[str, ...]  # along which cameras can be measured
-    cause: str  # why the clip cannot be used at all, or ""
-    advice: tuple[str, ...]
-    thumbnail: str  # JPEG of its middle frame as the model sees it, in base64; "" for none
+    cause: str = ""  # why it cannot be used at all, or ""
+    picture: str = ""  # what the file holds
+    camera: str = ""  # what locates cameras on it, "" for nothing
+    scores: dict[str, Score] = dataclasses.field(default_factory=dict)
+    presets: tuple[str, ...] = ()  # along which cameras can be measured
+    thumbnail: str = ""  # JPEG of its middle frame as the model sees it, in base64
+
+    @property
+    def lost(self) -> str:
+        """The presets that cannot be measured, where others can."""
+        return ", ".join(name for name in PRESETS if self.presets and name not in self.presets)
+
+    def causes(self) -> dict[str, str]:
+        """Return why values are missing -> the rewards it holds for."""
+        found = {self.cause: ["all"]} if self.cause else {}
+        for name, score in self.scores.items():
+            if score.cause:
+                found.setdefault(score.cause, []).append(name)
+        return {cause: ", ".join(names) for cause, names in found.items()}
+
+    def advice(self) -> list[str]:
+        """Return what would help, each sentence once; a cause that no row of `HELP` knows says it itself."""
+        known = [[text for part, text in HELP.items() if re.search(part, cause)] or [cause] for cause in self.causes()]
+        return list(dict.fromkeys(texts[0] for texts in known))
 
 
 def examine(config: Config, item: Path | int, options: argparse.Namespace) -> Answer:
-    """Return the answer for a video file, or for an item of the training split.
+    """Return the answer for a video file, laid out with `options`, or for an item of the training split.
 
-    Args:
-        config: the recipe; of a file `data.root` is not read.
-        item: the file, laid out with `options`, or the number of the item.
-        options: focal_px, unit and depth, as of tools/prepare_clips.py.
+    `options` are focal_px, unit and depth, as of tools/prepare_clips.py.
     """
-    name = item.stem if isinstance(item, Path) else str(item)
+    data, number, name = config.data, item, item.stem if isinstance(item, Path) else str(item)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            data, number = config.data, item
             if isinstance(item, Path):
                 known = {"out": Path(folder, "data"), "camera": [*PRESETS], "frames": data.num_frames, "val": 0.0}
                 lay_out([item], argparse.Namespace(**vars(options) | known))
-                data, number = dataclasses.replace(data, root=str(known["out"]), train_split="train"), 0
+                data, number = dataclasses.replace(data, root=folder + "/data", train_split="train"), 0
             listed = multicam_data(data, data.train_split)
-            name = name if isinstance(item, Path) else "{} {}".format(*listed.name_of(item))
-            condition, file = listed.condition(number), listed.source_file(number)
+            name = name if isinstance(item, Path) else " ".join(listed.name_of(number))
+            condition, (frames, *shape) = listed.condition(number), video_size(listed.source_file(number))
         except ValueError as error:
-            return Answer(name, "", "", {}, (), str(error), advice([str(error)]), "")
-        rewards = build_reward_set(
-            config.reward.weights,
-            data_root=data.root,
-            servers=config.reward.remote,
-            timeout_s=config.reward.remote_timeout,
-        )
-        return answer(name, condition, rewards, file)
+            return Answer(name, str(error))
+        server = {"servers": config.reward.remote, "timeout_s": config.reward.remote_timeout}
+        rewards = build_reward_set(config.reward.weights, data_root=data.root, **server)
+        ratio = shape[0] * condition.size[2] / shape[1] / condition.size[1]
+        kept = f"{min(ratio, 1 / ratio):.0%} of the picture kept"
+        picture = f"{frames} frames of {shape[0]}x{shape[1]}, {condition.fps:g} fps, {kept}"
+        return _measured(Answer(name, "", picture, thumbnail=_thumbnail(condition)), condition, rewards)
 
 
-def answer(name: str, condition: Condition, rewards: RewardSet, file: Path) -> Answer:
-    """Return what rewards make of a perfect retake of a condition, whose source is a video file."""
+def _measured(answer: Answer, condition: Condition, rewards: RewardSet) -> Answer:
     shared_measurer().pool.workers = 0  # here, where the seconds are counted
     rewards.prepare([condition])
-    asked = (
-        condition
-        if condition.target_video is not None
-        else dataclasses.replace(condition, target_poses=own_path(condition))
-    )
+    asked = condition
+    if condition.target_video is None:
+        asked = dataclasses.replace(condition, target_poses=own_path(condition))
     marks: list[float] = []
     rewards.on_call = lambda _: marks.append(time.process_time())  # before and after each
-    results = rewards(retake(condition)[None], [asked])
     scores = {}
-    for place, (reward, result) in enumerate(results.items()):
+    for place, (reward, result) in enumerate(rewards(retake(condition)[None], [asked]).items()):
         value = float(result.values[0]) if result.valid[0] else None
-        units = [(unit, result.info[key]) for key in result.info for end, unit in UNITS.items() if key.endswith(end)]
-        measured = f"{float(units[0][1][0]):.2g}{units[0][0]}" if units and value is not None else ""
+        known = [(key, end) for key in result.info for end in UNITS if key.endswith(end)]
+        error = "".join(f" ({float(result.info[key][0]):.2g}{UNITS[end]})" for key, end in known[:1])
         cause = result.causes[0].replace(f"{condition.scene} ", "").replace(f"{condition.source_camera} ", "")
-        scores[reward] = Score(value, measured, cause, marks[2 * place + 1] - marks[2 * place])
-    camera, presets = "", ()
+        text = NOTHING if value is None else number(value, 2) + error
+        scores[reward] = Score(value, text, cause, marks[2 * place + 1] - marks[2 * place])
+    answer, source = dataclasses.replace(answer, scores=scores), None
     if any(isinstance(reward, PathReward) for reward in rewards.rewards):
         source = shared_measurer().sources([condition])[0].value
-        camera = "" if source is None else camera_of(source, condition)
-        presets = () if source is None else measurable(source, condition)
-    frames, rows, columns = video_size(file)
-    kept = min((ratio := rows * condition.size[2] / columns / condition.size[1]), 1 / ratio)
-    help_ = advice(score.cause for score in scores.values())
-    if kept < LEAST_KEPT:
-        help_ += (f"the crop leaves {kept:.0%} of its picture: add its shape to data.buckets",)
-    picture = f"{frames} frames of {rows}x{columns}, {condition.fps:g} fps"
-    return Answer(name, picture, camera, scores, presets, "", help_, thumbnail(condition))
+    if source is None:
+        return answer
+    moving = "structure from motion" if condition.source_poses is None else "its poses"
+    camera = ("stays in place" if isinstance(source, FixedSource) else moving) + ", in metres" * source.metric
+    return dataclasses.replace(answer, camera=camera, presets=measurable(source, condition))
 
 
 def own_path(condition: Condition) -> Tensor:
@@ -152,12 +155,6 @@ def retake(condition: Condition) -> Tensor:
     with tempfile.TemporaryDirectory() as folder:
         write_video(file := Path(folder, "retake.mp4"), video, condition.fps)
         return read_video(file, frames)[..., :rows, :columns].float() / 255
-
-
-def camera_of(source: AnySource, condition: Condition) -> str:
-    """Return in words what locates cameras on a source."""
-    moves = "its poses" if condition.source_poses is not None else "structure from motion"
-    return f"{'stays in place' if isinstance(source, FixedSource) else moves}{', in metres' * source.metric}"
 
 
 def measurable(source: AnySource, condition: Condition) -> tuple[str, ...]:
@@ -184,17 +181,10 @@ def measurable(source: AnySource, condition: Condition) -> tuple[str, ...]:
     return tuple(name for name, counts in shown.items() if (counts >= FEWEST_FEATURES).mean() >= LEAST_LOCATED)
 
 
-def advice(causes: Iterable[str]) -> tuple[str, ...]:
-    """Return what would help against causes, each sentence once; a cause that no row of `HELP` knows says it itself."""
-    found = [next((text for part, text in HELP.items() if re.search(part, cause)), cause) for cause in causes if cause]
-    return tuple(dict.fromkeys(found))
-
-
-def thumbnail(condition: Condition) -> str:
-    """Return the middle frame of the source as a small JPEG in base64."""
+def _thumbnail(condition: Condition) -> str:
     video = condition.need_source()
     levels = (255 * video[:, video.shape[1] // 2]).round().byte().permute(1, 2, 0).numpy()
     picture = Image.fromarray(levels)
-    picture.thumbnail(THUMBNAIL)
+    picture.thumbnail((320, 320))
     picture.save(buffer := io.BytesIO(), "JPEG", quality=80)
     return base64.b64encode(buffer.getvalue()).decode()
