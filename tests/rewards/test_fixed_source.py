@@ -117,6 +117,13 @@ def test_an_object_that_moves_through_a_third_of_the_picture_is_no_moving_camera
     assert not make_fixed_source(filmed(PATHS["still"], posed=False, sprite=True, quality=70), CAMERA).fault
 
 
+def test_a_source_with_a_cut_says_so_and_blames_no_movement():
+    pictures = filmed(PATHS["still"], posed=False).pictures.copy()
+    pictures[3] = grey(shoot(standing(1), SMALL, seed=7))[0]
+    made = make_fixed_source(PosedFrames(pictures, np.full((FRAMES, 4, 4), np.nan), tuple(range(FRAMES))), CAMERA)
+    assert made.fault.startswith("frame 3 shares under 50 features")
+
+
 def test_a_source_without_texture_is_none():
     pictures = np.full((FRAMES, *SMALL), 128, np.uint8)
     made = make_fixed_source(PosedFrames(pictures, standing(FRAMES).numpy(), tuple(range(FRAMES))), CAMERA)

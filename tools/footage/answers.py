@@ -35,6 +35,7 @@ UNITS = {"_deg": "°", "_m": " m", "_px": " px"}  # endings of the measurements 
 HELP = {
     "no known focal length": "give its focal length: --focal-px, or a pose file beside it that holds one",
     "no texture": "exclude it: its pictures show too little texture",
+    "with the first frame and": "exclude it, or keep a part without cuts, blur and what passes before the camera",
     "its camera moves|of 0.2 degrees": "put poses beside it (docs/camera_paths.md), or mend its lens; else exclude it",
     "nothing tells the size": "give a depth (NAME.depth.npz beside it, or --depth METRES), or use pose_dir instead",
     "no direction": "nothing: it has a value on commands that move the camera",

@@ -75,6 +75,9 @@ def make_fixed_source(source: PosedFrames, camera: Floats, depth: Floats | None 
     fault, fewest = "", min(map(len, features))
     if fewest < FEWEST_FEATURES:
         fault = f"a frame has {fewest} features, needs {FEWEST_FEATURES}: no texture"
+    elif near.min() < 0:
+        shares = f"shares under {FEWEST_FEATURES} features with the first frame and the one before it"
+        fault = f"frame {source.frames[int(near.argmin())]} {shares}"
     elif near.min() < NEAR_SHARE or exact.min() < EXACT_SHARE:
         worst = int(np.minimum(near / NEAR_SHARE, exact / EXACT_SHARE).argmin())
         fault = (
@@ -114,7 +117,7 @@ def _turns(
     found = [(np.eye(3) if known is None else known[0], 1.0, 1.0)]
     for row in range(1, len(features)):
         last = found[-1][0]
-        best = last, 0.0, 0.0
+        best = last, -1.0, 0.0  # compared with none
         for other in (0, row - 1):
             mine, theirs = match(features[row].descriptors, features[other].descriptors)
             if len(mine) < FEWEST_FEATURES:
