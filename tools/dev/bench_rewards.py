@@ -20,6 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script from anywhere
 
+import flow_grpo.rewards  # noqa: F401, I001 - before torch, which loads accelerator plug-ins unguarded
+
 import torch
 
 from flow_grpo.records import Condition
