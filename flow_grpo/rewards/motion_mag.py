@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.references import References
-from flow_grpo.rewards.results import all_valid
+from flow_grpo.rewards.results import scored_rows, why_not_comparable
 
 GREY_LEVEL = 1 / 255  # colour difference below which nothing counts as motion
 
@@ -21,11 +21,13 @@ def motion(videos: Tensor) -> Tensor:
 class MotionMag:
     """value = -|log((m_generated + e) / (m_reference + e))| with m from `motion` and e of one grey level.
 
-    The reference is the ground-truth view, else the source video. `info`: `motion`, m of the generated video.
+    The reference is the ground-truth view; without one there is no value: a camera along another path sees another
+    amount of motion than the source's, and beside a still source the best video would stand still. `info`: `motion`,
+    m of the generated video.
     """
 
     name = "motion_mag"
-    needs = ("source_video",)
+    needs = ("target_video",)
     floor = 0.02  # 2 % more or less motion
     measures = ("motion",)
 
@@ -36,12 +38,15 @@ class MotionMag:
         """Score videos (B, 3, T, h, w); ValueError for a single frame."""
         if videos.shape[2] < 2:
             raise ValueError(f"motion needs at least 2 frames, got videos of {videos.shape[2]}")
-        wanted = self.prepare(conditions)
-        found = motion(videos.float())
-        values = -((found + GREY_LEVEL) / (wanted + GREY_LEVEL)).log().abs()
-        return all_valid(conditions, values, {"motion": found})
+
+        def score(rows: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+            wanted, found = self.prepare([conditions[row] for row in rows]), motion(videos[rows].float())
+            return -((found + GREY_LEVEL) / (wanted + GREY_LEVEL)).log().abs(), {"motion": found}
+
+        causes = [why_not_comparable(video, condition) for video, condition in zip(videos, conditions, strict=True)]
+        return scored_rows(causes, self.measures, score)
 
 
 def _reference_motion(condition: Condition) -> Tensor:
-    reference = condition.need_source() if condition.target_video is None else condition.target_video
-    return motion(reference[None].float())[0]
+    assert condition.target_video is not None, "rows without a true view are left out"
+    return motion(condition.target_video[None].float())[0]

@@ -17,21 +17,26 @@ def blinking(step: float, frames: int = 5) -> torch.Tensor:
     return (0.2 + step * (torch.arange(frames) % 2)).reshape(1, 1, -1, 1, 1).expand(1, 3, -1, 4, 4)
 
 
-def score(videos, *, source=None, target=None) -> list[float]:
-    true, asked = None if target is None else target[0], conditions(FILM)[0]
-    asked = dataclasses.replace(asked, source_video=(videos if source is None else source)[0], target_video=true)
-    result = MotionMag()(videos, [asked])
+def score(videos, target) -> list[float]:
+    result = MotionMag()(videos, [dataclasses.replace(conditions(FILM)[0], target_video=target[0])])
     assert result.valid.all()
     return result.values.tolist()
 
 
-def test_the_value_is_the_log_of_the_ratio_to_the_motion_of_the_true_view_or_else_the_source():
+def test_the_value_is_the_log_of_the_ratio_to_the_motion_of_the_true_view():
     assert motion(blinking(0.1)).tolist() == pytest.approx([0.1])
     expected = -math.log((0.2 + 1 / 255) / (0.1 + 1 / 255))
-    assert score(blinking(0.2), target=blinking(0.1)) == pytest.approx([expected])
-    assert score(blinking(0.1), target=blinking(0.2)) == pytest.approx([expected])
-    assert score(blinking(0.2), source=blinking(0.1), target=blinking(0.2)) == pytest.approx([0])
-    assert score(blinking(0.2), source=blinking(0.2)) == pytest.approx([0])
+    assert score(blinking(0.2), blinking(0.1)) == pytest.approx([expected])
+    assert score(blinking(0.1), blinking(0.2)) == pytest.approx([expected])
+    assert score(blinking(0.2), blinking(0.2)) == pytest.approx([0])
+
+
+def test_a_source_s_motion_is_not_that_of_another_camera_path():
+    """Beside a still source a video that stands still would be the best."""
+    known, alone = conditions(FILM)
+    result = MotionMag()(FILM.videos, [known, dataclasses.replace(alone, target_video=None)])
+    assert result.valid.tolist() == [True, False] and result.values[0] == 0
+    assert "no target video" in result.causes[1] and not result.faults.any()
 
 
 def test_a_frozen_and_a_flickering_video_lose_to_the_true_one_and_a_single_frame_is_refused():

@@ -63,9 +63,9 @@ def test_what_has_no_value_says_why_and_what_helps(answered):
     code, folder = answered
     found = clips_of(folder)
     assert code == 1 and "3 frames, needs 5" in found["short"]["cause"] and "num_frames" in found["short"]["advice"][0]
-    assert found["pan"]["scores"]["pose_trans"]["value"] is None and "--depth" in found["pan"]["advice"][0]
+    assert found["pan"]["scores"]["pose_trans"]["value"] is None and any("--depth" in x for x in found["pan"]["advice"])
     assert "0 features, needs 50" in found["flat"]["scores"]["pose_rot"]["cause"]
-    assert found["flat"]["advice"][0].startswith("exclude it") and found["flat"]["presets"] == []
+    assert any(x.startswith("exclude it") for x in found["flat"]["advice"]) and found["flat"]["presets"] == []
     assert found["walk"]["scores"]["view_disp"]["cause"] == "has no target video of path01"
     assert len(found["walk"]["advice"]) == 1 and "second camera" in found["walk"]["advice"][0]
 
