@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -23,20 +23,23 @@ from flow_grpo.records import RewardResult
 from flow_grpo.settings.errors import RunStoppedError
 from flow_grpo.settings.sampling import Sampling
 
+LEAST_SPREAD = 0.5  # of a reward inside groups, in its floors: the demo learns at 0.7
+
 
 class NoSignalError(RunStoppedError):
     """The rewards cannot tell the copies of a group apart, perhaps as some are `without_value` for any copy."""
 
     save = False  # nothing was trained
 
-    def __init__(self, without_value: Sequence[str]) -> None:
+    def __init__(self, signal: Signal) -> None:
         super().__init__(
-            f"{', '.join(without_value)} has no value for any copy of the held-out conditions that were sampled, and "
-            "no other weighted reward tells copies apart; the warnings above say why"
-            if without_value
-            else "the copies of a group score the same within the rewards' own noise (policy/spread_over_floor), so "
-            "nothing can be learned; raise sample.noise_level or sample.k, let earlier steps be stochastic "
-            "(sample.sde_steps), choose other rewards, or pass --config.doctor=off to train in spite of it"
+            f"{', '.join(signal.without_value)} has no value for any copy of the held-out conditions that were "
+            "sampled, and no other weighted reward tells copies apart; the warnings above say why"
+            if signal.without_value
+            else "the copies of a group score the same within the rewards' own noise: no policy/spread_over_floor is "
+            f"above {LEAST_SPREAD} ({signal.in_words()}), so nothing can be learned; raise sample.noise_level or "
+            "sample.k, let earlier steps be stochastic (sample.sde_steps), choose other rewards, or pass "
+            "--config.doctor=off to train in spite of it"
         )
 
 
@@ -75,8 +78,8 @@ class Signal:
 
     @property
     def absent(self) -> bool:
-        """Whether no reward spreads more inside groups than its floor: nothing can be learned then."""
-        return not any(inside > self.spreads[name].floor for name, inside in self.inside.items())
+        """Whether no reward spreads more than `LEAST_SPREAD` floors inside groups: nothing can be learned then."""
+        return not any(inside > LEAST_SPREAD * self.spreads[name].floor for name, inside in self.inside.items())
 
     @property
     def without_value(self) -> list[str]:

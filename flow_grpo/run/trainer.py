@@ -358,7 +358,7 @@ class Trainer:
             self.progress.say(power.in_words(spreads, conditions, self.evaluator.scenes, ranks))
             heard = self._reward_signal
             if heard and heard.absent and self.config.doctor != "off" and self.config.num_epochs:
-                raise NoSignalError(heard.without_value)
+                raise NoSignalError(heard)
         elif self.state.finished and self._evaluation_is_due(self.state.finished):
             names = self.tracker.recorded(self.state.finished)
             if self.world.broadcast_text(str(any(name.startswith("eval/") for name in names))) != "True":

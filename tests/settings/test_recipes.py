@@ -8,13 +8,14 @@ import pytest
 
 from config import grpo
 from config.base import get_config
+from flow_grpo.rewards.base import build_reward_set
 from flow_grpo.settings.checks import check_world
 from flow_grpo.settings.loading import load_config
 from flow_grpo.settings.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = {"my_recam_1gpu": 1, "my_recam_2node": 16, "my_recam_full": 8, "redirector_8npu": 8, "wan_t2v_8npu": 8}
-RANKS |= {f"my_recam_8npu{kind}": 8 for kind in ("", "_tiny", "_dapo", "_dapo_tiny", "_fast", "_small")}
+RANKS |= {f"my_recam_8npu{kind}": 8 for kind in ("", "_tiny", "_dapo", "_dapo_tiny", "_fast", "_footage", "_small")}
 RANKS |= {"room_recam": 2, "tiny_recam": 2, "tiny_recam_hacking": 2, "tiny_wan_t2v": 2}
 
 
@@ -105,6 +106,12 @@ def test_a_demo_is_for_2_cores_and_its_judge_is_no_reward(name: str, world: str,
 
 def test_the_demo_s_rewards_know_no_true_view() -> None:
     assert not {"target_psnr", "target_view", "view_disp"} & {*recipe("room_recam").reward.weights}
+
+
+def test_the_footage_recipe_s_rewards_ask_for_no_poses_of_the_source_and_no_true_view() -> None:
+    rewards = build_reward_set(recipe("my_recam_8npu_footage").reward.weights, data_root=".").rewards
+    asked = {field for reward in rewards for field in getattr(reward, "needs", ())}
+    assert asked == {"source_video", "target_poses", "intrinsics"}
 
 
 def test_recipes_do_not_share_state() -> None:
