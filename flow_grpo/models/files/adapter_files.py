@@ -53,8 +53,9 @@ An adapter trained with GRPO on a camera-controlled video-to-video model ({{kind
       from {{module}} import {{kind}}
       transformer = load_adapter({{kind}}.from_pretrained("MODEL/transformer"), "THIS FOLDER")
 
-or `python tools/generate.py --run RUN --adapter FOLDER --source VIDEO --camera arc_left`, which films as the run did; with
-`--model MODEL` in place of `--run RUN` pass its size, steps, shift, guidance and negative prompt as well: the defaults are ReCamMaster's.
+or `python tools/generate.py --run RUN --adapter FOLDER --source VIDEO --camera arc_left`, which films as the run did.
+With `--model MODEL` in place of `--run RUN` size, steps, shift, guidance and negative prompt are ReCamMaster's: pass
+those of the run.
 """
 TRANSFORMER_CARD = """---
 library_name: diffusers
@@ -67,8 +68,9 @@ refuses the folder instead of loading it without camera control. Load it with th
     from {module} import {kind}
     transformer = {kind}.from_pretrained("THIS FOLDER")
 
-or `python tools/generate.py --run RUN --adapter FOLDER --source VIDEO --camera arc_left`, which films as the run did; with
-`--model MODEL` in place of `--run RUN` pass its size, steps, shift, guidance and negative prompt as well: the defaults are ReCamMaster's.
+or `python tools/generate.py --run RUN --adapter FOLDER --source VIDEO --camera arc_left`, which films as the run did.
+With `--model MODEL` in place of `--run RUN` size, steps, shift, guidance and negative prompt are ReCamMaster's: pass
+those of the run.
 """
 PLAIN_CARD = f"""---
 library_name: diffusers
