@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 
 from flow_grpo.run.at_once import answer_at_once
 from flow_grpo.runtime.processes import usable_cores
-from tools.common import add_clip_options, fail, make_parser
+from tools.common import add_clip_options, command, fail, make_parser
 
 PARSER = make_parser(__doc__, recipe=True)
 PARSER.add_argument("clips", type=Path, nargs="?", help="folder of videos, or a data set in place of data.root")
@@ -70,19 +70,15 @@ AT_ONCE = 4  # items per process between two writes of the file
 CLIP_SECONDS = 1800.0  # for a clip: anchors by structure from motion may take minutes
 
 
+@command
 def main(words: Sequence[str] | None = None) -> int:
     known, overrides = PARSER.parse_known_args(words)
-    try:
-        if known.workers < 0:
-            raise ValueError(f"--workers is {known.workers}, must be at least 0 (0: check in this process)")
-        if bool(known.clips) == bool(known.out):
-            raise ValueError(
-                f"got {'both' if known.out else 'neither'} CLIPS and --out, must be one of them; see --help"
-            )
-        config = load_config(known.config, [*overrides, "--config.data.exclude="])
-        return (answer_clips if known.clips else judge_items)(known, config)
-    except (ValueError, OSError) as error:
-        return fail(error)
+    if known.workers < 0:
+        raise ValueError(f"--workers is {known.workers}, must be at least 0 (0: check in this process)")
+    if bool(known.clips) == bool(known.out):
+        raise ValueError(f"got {'both' if known.out else 'neither'} CLIPS and --out, must be one of them; see --help")
+    config = load_config(known.config, [*overrides, "--config.data.exclude="])
+    return (answer_clips if known.clips else judge_items)(known, config)
 
 
 def answer_clips(known: argparse.Namespace, config: Config) -> int:

@@ -20,10 +20,9 @@ from flow_grpo.data.splits import Split
 from flow_grpo.judging.evaluate import sample
 from flow_grpo.maths.keys import generator, key
 from flow_grpo.records import RewardResult
+from flow_grpo.reporting.metric_names import LEAST_SPREAD
 from flow_grpo.settings.errors import RunStoppedError
 from flow_grpo.settings.sampling import Sampling
-
-LEAST_SPREAD = 0.5  # of a reward inside groups, in its floors: the demo learns at 0.7
 
 
 class NoSignalError(RunStoppedError):

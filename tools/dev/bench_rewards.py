@@ -11,6 +11,7 @@ condition alone is measured first: a run does that while it samples its first ba
 from __future__ import annotations
 
 import argparse
+import functools
 import heapq
 import sys
 import time
@@ -29,10 +30,11 @@ from flow_grpo.rewards.base import build_reward_set
 from flow_grpo.rewards.camera.pose import shared_measurer
 from flow_grpo.rewards.frames import frame_numbers
 from flow_grpo.rewards.process_pool import CallPool, Outcome
+from flow_grpo.settings.loading import load_config
 from tests import textured_room as room
 from tools.common import make_parser, markdown_table
 
-RECIPE = ("pose_rot", "pose_trans", "view_disp", "source_match", "motion_mag", "exposure")  # of my_recam_8npu
+RECIPE = Path(__file__).resolve().parents[2] / "config" / "grpo.py"
 
 
 class OneCore(CallPool):
@@ -55,7 +57,8 @@ class OneCore(CallPool):
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--rewards", nargs="+", default=list(RECIPE), metavar="NAME")
+    usual = list(load_config(f"{RECIPE}:my_recam_8npu").reward.weights)
+    parser.add_argument("--rewards", nargs="+", default=usual, metavar="NAME", help="else those of my_recam_8npu")
     parser.add_argument("--size", nargs=3, type=int, default=[81, 480, 832], metavar=("FRAMES", "ROWS", "COLUMNS"))
     parser.add_argument("--cores", type=int, default=16)
     asked = parser.parse_args(words)
@@ -64,10 +67,10 @@ def main(words: Sequence[str] | None = None) -> int:
     measurer.pool = measurer.features.pool = pool = OneCore(asked.cores)
     rewards = build_reward_set(dict.fromkeys(asked.rewards, 1.0), data_root=".")
     videos, conditions = samples(asked)
-    parts: list[tuple[str, Callable[[], object]]] = [("the condition alone", lambda: rewards.prepare(conditions))]
-    parts += [(one.name, lambda one=one: one(videos, conditions)) for one in rewards.rewards]  # type: ignore[misc]
+    calls: dict[str, Callable[[], object]] = {"the condition alone": functools.partial(rewards.prepare, conditions)}
+    calls |= {one.name: functools.partial(one, videos, conditions) for one in rewards.rewards}
     rows = []
-    for name, call in parts:
+    for name, call in calls.items():
         pool.batches.clear()
         begun = time.process_time()
         call()

@@ -9,6 +9,7 @@ import numpy as np
 
 from flow_grpo.reporting.drawing.series import Rows, points, values_at
 from flow_grpo.reporting.drawing.style import BLUE, CYCLE, GREEN, GREY, ORANGE, PURPLE
+from flow_grpo.reporting.metric_names import LEAST_SPREAD
 
 PHASES = ("rollout", "update", "score", "encode", "fetch", "gather", "other")
 _WIDE = 50.0  # ratio of the largest to the smallest norm from which the axis is logarithmic
@@ -26,7 +27,7 @@ def _draw_signal(rows: Rows, axes: Any) -> None:
     if len(steps):
         other = _right(axes, "spread / floor", BLUE)
         other.plot(steps, values, color=BLUE, marker="s", ms=4, label="policy/spread_over_floor (right)")
-        other.axhline(0.5, color=BLUE, ls=":", lw=1)
+        other.axhline(LEAST_SPREAD, color=BLUE, ls=":", lw=1)
         other.set_ylim(0, 1.7 * max(1.0, values.max()))
     _legend(axes, *([other] if len(steps) else []), loc="upper left")
 
@@ -103,7 +104,7 @@ ADVANTAGES: Plot = (("reward/advantage_p50",), "advantages", _WIDE_BAND, _draw_a
 HEALTH: tuple[Plot, ...] = (
     (
         ("policy/credit_share", "policy/spread_over_floor", "train/zero_std_ratio"),
-        *("signal", "healthy: credit above 0.2, spread above the dotted 0.5", _draw_signal),
+        *("signal", f"healthy: credit above 0.2, spread above the dotted {LEAST_SPREAD}", _draw_signal),
     ),
     (
         ("policy/ratio_mean", "policy/clip_fraction"),
