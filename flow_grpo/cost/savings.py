@@ -23,7 +23,6 @@ from flow_grpo.settings.schema import Config
 NOT_SEEN = 0.005  # GiB: a knob that saves less is left out
 USABLE = 0.9  # of a device: fragmentation, kernel workspaces and other processes are not counted
 FREE, SLOWER, UNTRIED, INEXACT = range(4)  # UNTRIED: no accelerator has run it; INEXACT: it changes what is trained
-NOTES = {"model.encodings=FOLDER": "(tools/precompute.py)"}
 Values: TypeAlias = dict[str, int | str]  # dotted path of a knob -> value
 
 
@@ -71,12 +70,9 @@ def turned(config: Config, chosen: Iterable[Saving]) -> tuple[Config, Values]:
 
 
 def in_words(values: Values) -> str:
-    """Return how the values of knobs are passed, and what they need."""
-    words = []
-    for path, value in values.items():
-        word = f"{path}={value if isinstance(value, str) else json.dumps(value)}"
-        words.append(f"--config.{word} {NOTES.get(word, '')}".strip())
-    return " ".join(words)
+    """Return how the values of knobs are passed."""
+    passed = {path: value if isinstance(value, str) else json.dumps(value) for path, value in values.items()}
+    return " ".join(f"--config.{path}={value}" for path, value in passed.items())
 
 
 def smallest_set(config: Config, devices: int, rate: float, limit: float, cores: int) -> tuple[Values, Plan] | None:
@@ -134,6 +130,8 @@ def report(
     if found is not None:
         least = f"{found[1].most_gib:.1f} GiB, {found[1].epoch_s:.0f} s an epoch"
         way_out = f"with the fewest knobs it does ({least}): {in_words(found[0])}"
+        if "model.encodings" in found[0]:
+            lines.append("FOLDER: where tools/precompute.py has encoded the sources")
     return "\n".join([*lines, f"does not fit: {peak}, a tenth left free; {way_out}"]), False
 
 

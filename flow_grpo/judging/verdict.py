@@ -141,7 +141,7 @@ def word_of(
     mean, low, high = (sign * value for value in change)
     low, high = sorted((low, high))
     least = 0.0
-    if name.endswith("_db"):
+    if name.endswith(("_db", "_psnr")):
         least = 10 * math.log10(1 + LEAST_OF_VALUE)
     elif floor is not None and math.isfinite(floor) and not name.endswith(MORE_IS_BETTER):
         least = LEAST_OF_FLOOR * abs(floor)

@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from flow_grpo.runtime.atomic_file import write_atomically
+from flow_grpo.runtime.atomic_file import naming, write_atomically
 
 Row = dict[str, float]
 _log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class MetricFiles:
         """Add metrics to both files, unless a resumed run has recorded them before; return whether they were added."""
         if step in self._resumed and metrics.keys() <= self._resumed[step]:
             return False
-        with self._lines.open("a") as file:
+        with naming(self._lines), self._lines.open("a") as file:
             file.write(_line(step, metrics))
         known, latest = len(self._columns), next(reversed(self.rows), -1)
         self._merge(step, metrics)
@@ -54,7 +54,7 @@ class MetricFiles:
             self._write_table()
             return True
         self._last = self._last if step == latest else self._end
-        with self._table.open("r+b") as file:  # the last row alone: other ranks wait
+        with naming(self._table), self._table.open("r+b") as file:  # the last row alone: other ranks wait
             file.seek(self._last)
             self._end = self._last + file.write(self._row({"step": step, **self.rows[step]}))
             file.truncate()

@@ -56,8 +56,11 @@ def find_own(name: str) -> Callable[..., Any]:
 def build_own(name: str) -> Any:
     """Return a reward `FILE.py:NAME` under that name; ConfigError as in `find_own`."""
     found = find_own(name)
-    if not inspect.isclass(found):
-        return FunctionReward(name, found)
-    reward: Any = found()
-    reward.name = name  # the class cannot know how the run names it
+    if inspect.isclass(found):
+        reward: Any = found()
+        reward.name = name  # the class cannot know how the run names it
+        return reward
+    reward = FunctionReward(name, found)
+    if hasattr(found, "needs"):
+        reward.needs = found.needs
     return reward

@@ -43,7 +43,7 @@ def test_every_knob_that_saves_memory_is_listed_with_its_gib_and_seconds():
     assert table[-1].endswith("fsdp2  no accelerator has run it")
     assert [line.removesuffix("  no accelerator has run it").split() for line in table] == [
         ["-4.00", "GiB", "+30.0", "s", "--config.train.batch_size=1"],
-        ["-10.00", "GiB", "+0.0", "s", "--config.model.encodings=FOLDER", "(tools/precompute.py)"],
+        ["-10.00", "GiB", "+0.0", "s", "--config.model.encodings=FOLDER"],
         ["-11.00", "GiB", "+7.0", "s", "--config.model.offload=true"],
         ["-6.00", "GiB", "+0.0", "s", "--config.train.sharding=fsdp2"],
     ]
@@ -54,11 +54,11 @@ def test_every_knob_that_saves_memory_is_listed_with_its_gib_and_seconds():
     ("limit", "ending"),
     [
         # A tenth stays free.
-        (44, "it does (30.0 GiB, 100 s an epoch): --config.model.encodings=FOLDER (tools/precompute.py)"),
-        (34, "it does (30.0 GiB, 100 s an epoch): --config.model.encodings=FOLDER (tools/precompute.py)"),
+        (44, "it does (30.0 GiB, 100 s an epoch): --config.model.encodings=FOLDER"),
+        (34, "it does (30.0 GiB, 100 s an epoch): --config.model.encodings=FOLDER"),
         # Two that cost least in place of one that costs more.
-        (29, "s an epoch): --config.train.batch_size=1 --config.model.encodings=FOLDER (tools/precompute.py)"),
-        (22, "s an epoch): --config.model.encodings=FOLDER (tools/precompute.py) --config.model.offload=true"),
+        (29, "s an epoch): --config.train.batch_size=1 --config.model.encodings=FOLDER"),
+        (22, "s an epoch): --config.model.encodings=FOLDER --config.model.offload=true"),
         # A mode that no accelerator has run comes behind all that are tried.
         (12, "--config.model.offload=true --config.train.sharding=fsdp2"),
         (8, "no knob helps enough: take fewer frames or a smaller size"),
@@ -72,7 +72,7 @@ def test_what_does_not_fit_ends_with_the_fewest_of_the_cheapest_knobs(limit, end
 
 def test_a_knob_that_changes_what_is_trained_comes_last():
     lines, _ = said(43, "model.dtype=fp32")
-    assert lines[-1].endswith("--config.model.encodings=FOLDER (tools/precompute.py)")
+    assert lines[-1].endswith("--config.model.encodings=FOLDER")
     assert any(line.endswith("--config.model.dtype=bf16  changes what is trained") for line in lines)
     assert said(11, "model.dtype=fp32")[0][-1].count("--config.model.dtype=bf16") == 1  # 17 without it
 

@@ -21,6 +21,14 @@ def table(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def test_a_full_disk_is_named_with_the_file_and_the_way_out(tmp_path: Path) -> None:
+    files = MetricFiles(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"set output_root to another disk: '.*metrics\.jsonl'"):
+        files.append({"reward/mean": 0.1}, 1)
+
+
 def test_every_call_is_a_line_and_every_step_a_row_and_a_fresh_run_starts_empty_files(tmp_path: Path) -> None:
     files = MetricFiles(tmp_path, resumed_step=5)  # without files to resume from
     files.append({"reward/mean": 0.1, "train/loss": 2.0}, 1)

@@ -129,8 +129,12 @@ def test_a_server_asks_for_frames_size_rate_and_groups_and_scores_what_it_asked_
     assert far.values.tolist() == [100 * seen + (12 if words else 24)] * 2 and health["peak_gib"]["cpu"] > 0
 
 
-def test_health_holds_what_a_judge_reads_and_what_it_asks_for_unless_the_server_was_told_otherwise():
+def test_health_holds_what_a_judge_reads_and_what_it_asks_for_unless_the_server_was_told_otherwise(tmp_path):
     assert LocalScorer(build_reward("pose_rot", data_root=".")).needs == ("source", "target", "camera")
+    own = tmp_path / "own.py"
+    own.write_text("def warm(videos, conditions): ...\ndef plain(videos, conditions): ...\nplain.needs = ()\n")
+    assert LocalScorer(build_reward(f"{own}:warm", data_root=".")).needs == ("source", "target")  # it may read both
+    assert LocalScorer(build_reward(f"{own}:plain", data_root=".")).needs == ()
     judge = Fake()
     judge.wants = {"frames": 3, "fps": 8.0}
     assert ScoringService(judge, 2**26, {"frames": 9}).health().items() >= {"frames": 9, "fps": 8.0}.items()

@@ -30,6 +30,8 @@ NEEDS: Mapping[str, tuple[str, ...]] = {  # companion videos of the rewards that
     "room_content": (),
     "sharpness": (),
 }
+# What a server may ask for -> the field of a condition that holds it.
+FIELDS = {"source": "source_video", "target": "target_video", "prompt": "prompt", "camera": "target_poses"}
 REPLIES_KEPT = 64  # for a client that timed out and asks again, or asks for another score of the same model
 
 
@@ -71,9 +73,11 @@ class LocalScorer:
         # The code of all rewards: a reward's value depends on more files than its own.
         self.version = checksum(Path(rewards.__file__).parent, "*.py")
         self.scores: tuple[str, ...] = (reward.name.rpartition(":")[2],)  # NAME of an own one's FILE.py:NAME
-        fields = getattr(reward, "needs", ())
-        declared = [kind for kind, field in (("prompt", "prompt"), ("camera", "target_poses")) if field in fields]
-        self.needs = (*NEEDS.get(reward.name, ("source", "target")), *declared)
+        fields = getattr(reward, "needs", None)
+        declared = tuple(kind for kind, field in FIELDS.items() if field in (fields or ()))
+        self.needs = declared
+        if ":" not in reward.name or fields is None:  # an own one may say all that it reads
+            self.needs = tuple(dict.fromkeys((*NEEDS.get(reward.name, ("source", "target")), *declared)))
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> dict[str, RewardResult]:
         return {self.scores[0]: self._set.call(self._reward, videos, conditions)}
