@@ -82,14 +82,12 @@ def shoot(
         take: varies the noise.
         painted: coloured walls instead of grey ones.
     """
-    height, width = size
-    rays = _rays(size)
     draw = np.random.default_rng(seed + take)
     paints = _paints(seed) if painted else np.ones((len(WALLS), 1), np.float32)
     frames = []
     for number, camera in enumerate(poses.numpy()):
         moved = walk * number / max(len(poses) - 1, 1)
-        frame, wall, _ = (part.reshape(height, width) for part in _frame(camera, rays, _textures(seed), moved))
+        frame, wall, _ = _frame(camera, size, _textures(seed), moved)
         colours = np.moveaxis(paints[wall], -1, 0) * frame
         frames.append(np.clip(colours + noise * draw.normal(size=colours.shape), 0, 255))
     video = torch.from_numpy(np.stack(frames, 1).round().astype(np.float32)) / 255
@@ -98,45 +96,35 @@ def shoot(
 
 def depths(poses: Tensor, size: tuple[int, int]) -> NDArray[np.float64]:
     """Return (T, h, w) how far away, in metres along the optical axis, is what cameras at poses (T, 4, 4) see."""
-    seen = [_frame(camera, _rays(size), _textures(0), 0.0)[2] for camera in poses.numpy()]
-    return np.stack(seen).reshape(-1, *size)
-
-
-def _rays(size: tuple[int, int]) -> NDArray[np.float64]:
-    height, width = size
-    fx, fy, cx, cy = intrinsics(size).tolist()
-    x, y = np.meshgrid((np.arange(width) + 0.5 - cx) / fx, (np.arange(height) + 0.5 - cy) / fy)
-    return np.stack([x, y, np.ones_like(x)], -1).reshape(-1, 3)
+    return np.stack([_frame(camera, size, _textures(0), 0.0)[2] for camera in poses.numpy()]).astype(np.float64)
 
 
 def _frame(
-    camera: NDArray, rays: NDArray, textures: Sequence[NDArray], moved: float
-) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.float64]]:
-    """Return the grey level, the index and the distance (z) of the wall that each ray (n, 3) hits."""
-    frame, nearest = np.zeros(len(rays), np.float32), np.full(len(rays), np.inf)
-    met = np.zeros(len(rays), np.int64)
-    for wall, ((x, y, z), right, down) in enumerate(WALLS):
-        texture, corner = textures[wall], (x + moved * (wall == WALKER), y, z)
-        # Solve centre + depth * ray = corner + u * right + v * down in the plane's own basis.
-        basis = np.stack([right, down, -np.cross(right, down)], 1).astype(np.float64)
-        inside = np.linalg.inv(basis)
-        start, steps = inside @ (camera[:3, 3] - corner), rays @ (inside @ camera[:3, :3]).T
-        with np.errstate(divide="ignore", invalid="ignore"):
-            depth = -start[2] / steps[:, 2]
-        hit = (depth > 0) & (depth < nearest)
-        rows = hit.nonzero()[0]
-        place = start[:2] + depth[rows, None] * steps[rows, :2]
-        within = ((place >= 0) & (place <= 1)).all(1)
-        rows, place = rows[within], place[within]
-        size = np.array([texture.shape[1], texture.shape[0]])
-        places = (place * size - 0.5).astype(np.float32).reshape(-1, 1, 2)
-        for part in range(0, len(rows), 30000):  # cv2.remap accepts at most 32767 rows
-            chosen = slice(part, part + 30000)
-            seen = cv2.remap(texture, places[chosen], None, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REFLECT)
-            frame[rows[chosen]] = seen[:, 0]
-        nearest[rows] = depth[rows]
-        met[rows] = wall
-    return frame, met, nearest
+    camera: NDArray, size: tuple[int, int], textures: Sequence[NDArray], moved: float
+) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.float32]]:
+    """Return (h, w) each: the grey level, the index and the distance (z) of the wall that is seen."""
+    fx, fy, cx, cy = intrinsics(size).tolist()
+    to_ray = np.array([[1 / fx, 0, (0.5 - cx) / fx], [0, 1 / fy, (0.5 - cy) / fy], [0, 0, 1]])
+    x, y = np.arange(size[1]), np.arange(size[0])[:, None]
+    frame, near, met = np.zeros(size, np.float32), np.zeros(size, np.float32), np.zeros(size, np.int64)
+    for wall, ((left, top, depth), right, down) in enumerate(WALLS):
+        # Solve centre + z * ray = corner + u * right + v * down in the plane's own basis: u, v and 1 / z are ratios of
+        # linear functions of the pixel.
+        inside = np.linalg.inv(np.stack([right, down, -np.cross(right, down)], 1).astype(np.float64))
+        start = inside @ (camera[:3, 3] - (left + moved * (wall == WALKER), top, depth))
+        steps = inside @ camera[:3, :3] @ to_ray
+        ratios = [*(np.outer(start[:2], steps[2]) - start[2] * steps[:2]), -steps[2] / start[2], steps[2]]
+        u, v, nearness, below = ((a * x + (b * y + c)).astype(np.float32) for a, b, c in ratios)
+        u, v = u / below, v / below
+        hit = (nearness > near) & (u >= 0) & (u <= 1) & (v >= 0) & (v <= 1)
+        if not hit.any():
+            continue
+        rows, columns = textures[wall].shape
+        places = np.stack([columns * ratios[0] - 0.5 * steps[2], rows * ratios[1] - 0.5 * steps[2], steps[2]])
+        how = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
+        seen = cv2.warpPerspective(textures[wall], places, size[::-1], flags=how, borderMode=cv2.BORDER_REFLECT)
+        frame, near, met = np.where(hit, seen, frame), np.where(hit, nearness, near), np.where(hit, wall, met)
+    return frame, met, 1 / near
 
 
 def standing(frames: int) -> Tensor:
