@@ -18,8 +18,9 @@ from scipy.spatial import cKDTree
 from scipy.spatial.transform import Rotation
 
 from flow_grpo.rewards.camera.anchors import PosedFrames
+from flow_grpo.rewards.camera.bundle import COLUMNS, Matches
 from flow_grpo.rewards.camera.features import Features, Floats, match
-from flow_grpo.rewards.camera.path_fit import COLUMNS, Matches, Points, fit_path
+from flow_grpo.rewards.camera.path_fit import Points, fit_path
 
 KNOWN_SPREAD, UNKNOWN_SPREAD = 0.3, 1.0  # of the logarithm of depths: by a depth map, and by one number or none
 SAME_POINT = 1.0  # pixels of a picture 416 wide between the directions of one point in two frames

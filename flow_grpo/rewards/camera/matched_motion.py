@@ -19,8 +19,8 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import breadth_first_order, connected_components
 from scipy.spatial.transform import Rotation
 
+from flow_grpo.rewards.camera.bundle import OUTLYING, Bundle, Matches
 from flow_grpo.rewards.camera.features import Features, Floats, find_features, match
-from flow_grpo.rewards.camera.path_fit import COLUMNS, OUTLYING, crossed, pixel_slopes
 from flow_grpo.rewards.camera.pnp import GATE
 
 APART = (1, 2, 4, 8, 16)  # frames that are matched
@@ -88,10 +88,10 @@ def find_motion(pictures: NDArray[np.uint8], focal_px: float) -> Motion:
     start = poses[frames]
     start[:, :3, 3], places = _positions(rows, point, np.einsum("nij,nj->ni", rotations[at], looks), 1 / focal_px)
     camera = np.array([[focal_px, 0, width / 2 - 0.5], [0, focal_px, height / 2 - 0.5], [0, 0, 1]])
-    fit = Bundle(rows, point, pixels, camera, start, places)
-    fit.run()
+    fit = Bundle(Matches(rows, point, pixels), camera, start, places)
+    fit.run(SCALES, STEPS)
     good = fit.errors() < OUTLYING
-    points = fit.triangulated(good)
+    points = _triangulated(fit, good)
     if points < LEAST_POINTS:
         return turned
     found = np.bincount(rows[good], minlength=len(frames)) >= GATE
@@ -237,77 +237,13 @@ def _positions(
     return centres, places
 
 
-class Bundle:
-    """Cameras and points on the way to those that project best onto what was seen; Geman and McClure's rho."""
-
-    def __init__(
-        self,
-        frames: NDArray[np.int64],
-        points: NDArray[np.int64],
-        pixels: Floats,
-        camera: Floats,
-        poses: Floats,
-        places: Floats,
-    ) -> None:
-        self.frames, self.points, self.pixels, self.camera = frames, points, pixels, camera
-        self.poses, self.places = poses.copy(), places.copy()  # (F, 4, 4), (M, 3)
-        self.unit = (2 * camera[0, 2] + 1) / COLUMNS
-
-    def run(self) -> None:
-        """Take `STEPS` Gauss-Newton steps at each scale."""
-        for scale in SCALES:
-            for _ in range(STEPS):
-                self._step(scale * self.unit)
-
-    def errors(self) -> Floats:
-        """Return the distance (n,) of every observation from its place, in pixels of a picture 416 wide."""
-        inside, residual = self._project()
-        return np.where(inside[:, 2] > 0, np.linalg.norm(residual, axis=1) / self.unit, np.inf)
-
-    def triangulated(self, good: NDArray[np.bool_]) -> int:
-        """Return how many points are seen well from `SPREAD_DEG` apart."""
-        rays = self.places[self.points] - self.poses[self.frames, :3, 3]
-        rays = (rays / np.linalg.norm(rays, axis=1, keepdims=True))[good]
-        rows, many = self.points[good], len(self.places)
-        seen = np.bincount(rows, minlength=many)
-        mean = np.stack([np.bincount(rows, ray, many) for ray in rays.T], 1) / np.maximum(seen, 1)[:, None]
-        widest = np.zeros(many)
-        np.maximum.at(widest, rows, np.linalg.norm(rays - mean[rows], axis=1))
-        return int(((seen >= LEAST_VIEWS) & (2 * widest > np.deg2rad(SPREAD_DEG))).sum())
-
-    def _project(self) -> tuple[Floats, Floats]:
-        turned = self.poses[self.frames, :3, :3]
-        inside = np.einsum("nji,nj->ni", turned, self.places[self.points] - self.poses[self.frames, :3, 3])
-        seen = inside @ self.camera.T
-        return inside, seen[:, :2] / np.where(seen[:, 2:] > 0, seen[:, 2:], 1) - self.pixels
-
-    def _step(self, scale: float) -> None:
-        frames, points, count, many = self.frames, self.points, len(self.poses), len(self.places)
-        inside, residual = self._project()
-        weight = np.where(inside[:, 2] > 0, 1 / (1 + (residual**2).sum(1) / (OUTLYING * scale) ** 2) ** 2, 0)
-        inside[:, 2] = np.where(inside[:, 2] > 0, inside[:, 2], 1)  # of those behind, without weight
-        image = pixel_slopes(inside, self.camera)
-        by_point = image @ np.swapaxes(self.poses[frames, :3, :3], 1, 2)
-        by_pose = np.concatenate([image @ crossed(inside), -by_point], 2)
-
-        blocks, slope = np.zeros((count, 6, 6)), np.zeros((count, 6))
-        np.add.at(blocks, frames, np.einsum("n,nki,nkj->nij", weight, by_pose, by_pose))
-        np.add.at(slope, frames, np.einsum("n,nki,nk->ni", weight, by_pose, residual))
-        curve, pull = np.zeros((many, 3, 3)), np.zeros((many, 3))
-        np.add.at(curve, points, np.einsum("n,nki,nkj->nij", weight, by_point, by_point))
-        np.add.at(pull, points, np.einsum("n,nki,nk->ni", weight, by_point, residual))
-        curve += (1e-6 * np.trace(curve, axis1=1, axis2=2)[:, None, None] + 1e-12) * np.eye(3)
-        shared = np.zeros((many, 3, count, 6))
-        np.add.at(shared.swapaxes(1, 2), (points, frames), np.einsum("n,nki,nkj->nij", weight, by_point, by_pose))
-        flat = np.zeros((count, 6, count, 6))
-        flat[range(count), :, range(count)] = blocks
-        tied = shared.reshape(3 * many, -1)
-        solved = np.linalg.solve(curve, np.concatenate([shared.reshape(many, 3, -1), pull[:, :, None]], 2))
-        normal = flat.reshape(6 * count, -1)
-        normal = normal + 1e-7 * np.trace(normal) / len(normal) * np.eye(len(normal))  # the world's place and scale
-        reduced = normal - tied.T @ solved[:, :, :-1].reshape(3 * many, -1)
-        moved = -np.linalg.solve(reduced, slope.ravel() - tied.T @ solved[:, :, -1].ravel())
-        self.places = self.places - solved[:, :, -1] - solved[:, :, :-1] @ moved
-        turns, moves = np.split(moved.reshape(count, 6), 2, axis=1)
-        self.poses[:, :3, :3] = self.poses[:, :3, :3] @ Rotation.from_rotvec(turns).as_matrix()
-        self.poses[:, :3, 3] += moves
+def _triangulated(fit: Bundle, good: NDArray[np.bool_]) -> int:
+    """Return how many points are seen well from `SPREAD_DEG` apart."""
+    rays = fit.places[fit.matches.points] - fit.poses[fit.matches.frames, :3, 3]
+    rays = (rays / np.linalg.norm(rays, axis=1, keepdims=True))[good]
+    rows, many = fit.matches.points[good], len(fit.places)
+    seen = np.bincount(rows, minlength=many)
+    mean = np.stack([np.bincount(rows, ray, many) for ray in rays.T], 1) / np.maximum(seen, 1)[:, None]
+    widest = np.zeros(many)
+    np.maximum.at(widest, rows, np.linalg.norm(rays - mean[rows], axis=1))
+    return int(((seen >= LEAST_VIEWS) & (2 * widest > np.deg2rad(SPREAD_DEG))).sum())
