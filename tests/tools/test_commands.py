@@ -17,7 +17,7 @@ COMMANDS = sorted(
 )
 FOR_USERS = [
     *("benchmark", "check_dataset", "check_sources", "convert_poses", "convert_recammaster", "convert_redirector"),
-    *("device_report", "doctor", "evaluate"),
+    *("device_report", "doctor", "estimate_depth", "evaluate"),
     *("export_adapter", "finetune_recam", "generate", "learning_study", "make_dashboard", "make_tiny_world"),
     *("measure_signal", "plan", "precompute", "prepare_clips", "random_model", "report", "reward_server", "watch"),
 ]

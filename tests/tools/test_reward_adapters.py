@@ -127,6 +127,8 @@ PREPROCESSORS = {
     | {"resample": 3, "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]},
     "dinov3_vit": {"size": {"height": 224, "width": 224}, "do_center_crop": None, "crop_size": None}
     | {"resample": 2, "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]},
+    "depth_anything": {"size": {"height": 518, "width": 518}, "keep_aspect_ratio": True, "ensure_multiple_of": 14}
+    | {"resample": 3, "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]},
     "siglip": {"size": {"height": 224, "width": 224}, "resample": 3, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
 }
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (240, 417, 3), dtype=np.uint8))
@@ -137,13 +139,15 @@ def preprocessor(folder: Path, said: dict) -> Preprocessor:
     return Preprocessor(folder / "preprocessor_config.json")
 
 
-@pytest.mark.parametrize(("kind", "name"), [("dinov2", "Bit"), ("siglip", "Siglip")])
+@pytest.mark.parametrize(("kind", "name"), [("dinov2", "Bit"), ("siglip", "Siglip"), ("depth_anything", "DPT")])
 def test_pictures_are_prepared_as_the_processor_of_the_library_does(kind, name, tmp_path):
     module = importlib.import_module(f"transformers.models.{name.lower()}.image_processing_pil_{name.lower()}")
     said = PREPROCESSORS[kind]
     theirs = getattr(module, f"{name}ImageProcessorPil")(**said)(PICTURE, return_tensors="pt")["pixel_values"][0]
     ours = preprocessor(tmp_path, said)(PICTURE)
-    assert ours.shape == theirs.shape == (3, 224, 224) and torch.allclose(ours, theirs, atol=1e-6)
+    assert ours.shape == theirs.shape == ((3, 294, 518) if name == "DPT" else (3, 224, 224)) and torch.allclose(
+        ours, theirs, atol=1e-6
+    )
 
 
 def test_dinov3_pictures_are_within_a_level_of_8_bits_of_those_of_its_processor(tmp_path):

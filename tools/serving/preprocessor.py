@@ -26,6 +26,8 @@ class Preprocessor:
             self._resample, size = said["resample"], said["size"]
             self._edge = size.get("shortest_edge")
             self._size = None if self._edge else (size["width"], size["height"])
+            self._fits = bool(said.get("keep_aspect_ratio"))
+            self._multiple = said.get("ensure_multiple_of") or 1
             crop = said["crop_size"] if said.get("do_center_crop") else None
             self._crop = crop and (crop["width"], crop["height"])
             self._mean, self._std = (torch.tensor(said[f"image_{name}"])[:, None, None] for name in ("mean", "std"))
@@ -36,6 +38,9 @@ class Preprocessor:
     def __call__(self, picture: Image.Image) -> Tensor:
         """Return fp32 (3, H, W) of an RGB picture; what a crop cuts off at the sides is not seen by the model."""
         size = self._size or tuple(self._edge * side // min(picture.size) for side in picture.size)
+        if self._fits:  # of the two scales the one nearer to 1, both sides whole multiples
+            scale = min((new / old for new, old in zip(size, picture.size, strict=True)), key=lambda x: abs(1 - x))
+            size = tuple(self._multiple * round(scale * side / self._multiple) for side in picture.size)
         picture = picture.resize(size, self._resample)
         if self._crop:
             left, top = ((side - kept) // 2 for side, kept in zip(picture.size, self._crop, strict=True))
