@@ -53,7 +53,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 
 from flow_grpo.run.at_once import answer_at_once
 from flow_grpo.runtime.processes import usable_cores
-from tools.common import fail, make_parser
+from tools.common import command, make_parser
 
 MOST_SECONDS = 900.0  # per video: about 18 times the usual time at 480x832
 PARSER = make_parser(__doc__)
@@ -103,20 +103,18 @@ class Finished:
     cached: bool = False  # read from an earlier call's file
 
 
+@command
 def main(words: Sequence[str] | None = None) -> int:
-    try:
-        given = list(sys.argv[1:] if words is None else words)
-        # Not a positional of argparse, which would take the value of an override such as --config.eval.num_steps 8.
-        folder = ["--folder"] if given and not given[0].startswith("-") else []
-        args, overrides = PARSER.parse_known_args([*folder, *given])
-        check_options(args, overrides)
-        settings = {"estimator": motion.name(), "most_frames": MOST_FRAMES}
-        tasks, before = tasks_of(args, overrides)
-        asked = [{"video": task.name, "asked": command_hash(task)} for task in tasks]
-        baseline = read_baseline(args.baseline, settings, asked) if args.baseline else None
-        args.out.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError) as error:
-        return fail(error)
+    given = list(sys.argv[1:] if words is None else words)
+    # Not a positional of argparse, which would take the value of an override such as --config.eval.num_steps 8.
+    folder = ["--folder"] if given and not given[0].startswith("-") else []
+    args, overrides = PARSER.parse_known_args([*folder, *given])
+    check_options(args, overrides)
+    settings = {"estimator": motion.name(), "most_frames": MOST_FRAMES}
+    tasks, before = tasks_of(args, overrides)
+    asked = [{"video": task.name, "asked": command_hash(task)} for task in tasks]
+    baseline = read_baseline(args.baseline, settings, asked) if args.baseline else None
+    args.out.mkdir(parents=True, exist_ok=True)
     against = "the baseline"
     print(f"measuring {len(tasks)} videos" + f", and {len(before)} before training" * bool(before), flush=True)
     if before:

@@ -46,7 +46,7 @@ from typing import Any, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
-from tools.common import fail
+from tools.common import command
 from tools.generation.options import command_line, parse
 
 if __name__ == "__main__":
@@ -104,16 +104,14 @@ class VideoRequest:
         return f"{self.source.name} along {self.camera}" if self.source else f"{condition.prompt:.60}"
 
 
+@command
 def main(words: Sequence[str] | None = None) -> int:
-    try:
-        args = parse(words, __doc__)
-        sigmas = check_settings(args)
-        dataset, requests = plan(args)
-        given = source_cameras(args, requests)
-        print(in_words(args, len(requests)), flush=True)
-        versions = load(args)
-    except (ValueError, OSError) as error:
-        return fail(error)
+    args = parse(words, __doc__)
+    sigmas = check_settings(args)
+    dataset, requests = plan(args)
+    given = source_cameras(args, requests)
+    print(in_words(args, len(requests)), flush=True)
+    versions = load(args)
     for request in requests:
         begun = time.perf_counter()
         condition = dataclasses.replace(dataset.condition(request.index, gid=request.number), **given[request])

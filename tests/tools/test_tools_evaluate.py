@@ -251,11 +251,11 @@ def test_a_folder_of_generated_videos_is_measured_before_and_after_in_pairs(plac
         record = {"tool": "tools/generate.py", "poses": preset_path("arc_left", FRAMES).tolist(), "source": name}
         (folder / f"{name}.json").write_text(json.dumps(record | {"camera_name": "arc_left", "before": True}))
     given = [str(folder), "--workers", "0", "--no-plots"]
-    assert "--focal-px is None, must be the focal length in pixels" in refusal(capsys, evaluate.main, given)
-    given += ["--focal-px", "30"]
-    small = refusal(capsys, evaluate.main, given)
+    small = refusal(capsys, evaluate.main, given)  # before it asks for what would not help
     assert "a.mp4 is 24 rows high, must be at least 96" in small and "a_beside.mp4" in small
     monkeypatch.setattr(inputs, "LEAST_ROWS", 24)
+    assert "--focal-px is None, must be the focal length in pixels" in refusal(capsys, evaluate.main, given)
+    given += ["--focal-px", "30"]
     assert evaluate.main(given) == 0
     out = folder / "evaluation"
     after, before = (json.loads((part / "metrics.json").read_text()) for part in (out, out / "before"))

@@ -89,7 +89,6 @@ def find_generated(folder: Path, focal_px: float | None) -> tuple[list[Evaluatio
         source, focal = record.get("source"), record.get("focal_px")
         if not isinstance(kind, str) or not isinstance(source, str):
             raise ValueError(f"{place} names no camera or no source; generate the video again")
-        focal = _focal(focal, f"{place}: focal_px", focal_px)
         made = [(video, after)] + [(file.with_name(f"{file.stem}{BEFORE}"), before)] * bool(record.get("before"))
         for result, found in made:
             if not result.is_file():
@@ -103,7 +102,8 @@ def find_generated(folder: Path, focal_px: float | None) -> tuple[list[Evaluatio
                     f"beside its source ({result.stem}{BESIDE}); a run as small is judged by its own estimator, in its "
                     "summary.json"
                 )
-            found.append(EvaluationTask(result, name, relative(poses[0], poses), kind, source, focal))
+            lens = _focal(focal, f"{place}: focal_px", focal_px)
+            found.append(EvaluationTask(result, name, relative(poses[0], poses), kind, source, lens))
     if not after:
         raise ValueError(
             f"{folder} holds no record of tools/generate.py; for other videos give --videos and --cameras, see --help"
