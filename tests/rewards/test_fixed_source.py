@@ -53,8 +53,8 @@ def test_the_path_of_a_spoiled_video_is_found_by_the_source_alone(kind, posed, c
     video = spoiled(along(command), sigma=2.5, quality=70, sprite=True)
     share, degrees, metres, _ = located(source(kind, posed=posed), command, video)
     assert share == 1
-    assert degrees < 0.8
-    assert metres < 0.06
+    assert degrees < 0.15  # 0.4 for a blurred pan where points could take up noise by their depth
+    assert metres < 0.01
 
 
 @pytest.mark.parametrize("command", ["arc_right", "zoom_in"])

@@ -98,8 +98,11 @@ class Bundle:
         """Add steps (M, k) to the unknowns of the points."""
         self.places = self.places + steps
 
-    def add_priors(self, normal: Normal) -> None:
-        """Add what is known of poses and points beside what was seen: here nothing."""
+    def add_priors(self, normal: Normal, weight: Floats, moving: Floats) -> None:
+        """Add what is known of poses and points beside what was seen: here nothing.
+
+        `weight` (n,) are those of the observations, `moving` (n, 2, 3) how their pixels move with the points.
+        """
 
     def _project(self) -> tuple[Floats, Floats]:
         """Return the points in their cameras (n, 3) and residuals (n, 2), of those behind without meaning."""
@@ -137,7 +140,7 @@ class Bundle:
         np.add.at(normal.points_slope, points, np.einsum("n,nki,nk->ni", weight, by_point, residual))
         tied = np.einsum("n,nki,nkj->nij", weight, by_point, by_pose)
         np.add.at(normal.shared.swapaxes(1, 2), (points, frames), tied)
-        self.add_priors(normal)
+        self.add_priors(normal, weight, moving)
         moved, stretched = normal.solve()
         self.move_points(stretched)
         self.poses[:, :3, :3] = self.poses[:, :3, :3] @ Rotation.from_rotvec(moved[:, :3]).as_matrix()

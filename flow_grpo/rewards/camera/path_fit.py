@@ -6,11 +6,16 @@ all. So the path and the points are found together, and what is known of their d
     min over R_i, C_i, delta_j:
       sum_ij rho(|x_ij - pi(R_i, C_i, o + d_j exp(delta_j) r_j)|^2 / s^2)  +  sum_j (delta_j / spread)^2
       + sum_i |second difference of the deviation of (R_i, C_i) from the command|^2, in units of BEND_DEG and BEND_SHARE
+      + n^2 sum_j log(1 + spread^2 sum_i |d x_ij / d delta_j|^2 / s^2 / n^2)
 
 with s falling from 12 pixels to 1: bundle adjustment (`bundle.py`) with one unknown a point. A frame alone confuses a
 short step with a small turn, and a zoom with a nearer scene; all frames see the same points, so together they do not.
 Nothing but the prior knows the scale: in the end it is such that the middle delta is 0, which the few points that move
 by themselves cannot shift as they shift the mean.
+
+The last sum, with n the noise of a feature's place, is what integrating over delta leaves in a Gaussian likelihood: how
+much a point could explain. Without it a camera that only turns seems to move: wherever a camera has moved, points take
+up the noise of their places by their depths.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ STEPS = 3  # of each
 INLIER_SHARE = 0.3  # of a frame's matches; of 200 random ones 0.17 agree at most
 BEND_DEG, BEND_SHARE = 0.3, 0.005  # a frame to the next: of the rotation, and of the centre as a share of the depth
 LEAST_DEPTH = 1e-3  # of the usual depth: nearer points are behind the camera
+NOISE = 0.2  # of a feature's place, in pixels of a picture 416 wide
 MOST_STRETCH = 2.0  # of log-depths
 
 
@@ -104,7 +110,7 @@ class _Fit(Bundle):
         self._bend: Floats = second.T @ second  # (F, F)
 
     def cost(self) -> float:
-        """Return what is minimised, but for the bends."""
+        """Return what is minimised, but for the last two sums."""
         squares = self.errors() ** 2
         return float((squares / (1 + squares / OUTLYING**2)).sum() + ((self.stretch / self.points.spread) ** 2).sum())
 
@@ -117,18 +123,34 @@ class _Fit(Bundle):
         self.stretch = np.clip(self.stretch + steps[:, 0], -MOST_STRETCH, MOST_STRETCH)
         self.places = self.points.centre + self._along()
 
-    def add_priors(self, normal: Normal) -> None:
+    def add_priors(self, normal: Normal, weight: Floats, moving: Floats) -> None:
         """Add the bends of the path and the depths' distances from the expected ones."""
         bends = np.deg2rad(BEND_DEG), BEND_SHARE * self.usual
         for first, size, deviation in zip((0, 3), bends, self._deviations(), strict=True):
             for axis in range(3):
                 normal.poses[:, first + axis, :, first + axis] += self._bend / size**2
             normal.poses_slope[:, first : first + 3] += self._bend @ deviation / size**2
+        self._add_doubt(normal, weight, moving)
         normal.points += self.points.spread**-2
         normal.points_slope[:, 0] += self.points.spread**-2 * self.stretch
 
     def _along(self) -> Floats:
         return (self.points.depths * np.exp(self.stretch))[:, None] * self.points.rays
+
+    def _add_doubt(self, normal: Normal, weight: Floats, moving: Floats) -> None:
+        """Add the last sum of the module's docstring, as a quadratic form in the centres that lies above it.
+
+        The pixel of a point moves with delta as much as with its camera's way from the source, to first order.
+        """
+        frames, rows, spread = self.matches.frames, self.matches.points, self.points.spread
+        away = self.poses[:, :3, 3] - self.points.centre
+        moved = ((moving @ away[frames, :, None]) ** 2).sum((1, 2))
+        seen = np.bincount(rows, weight * moved, len(self.stretch)) / NOISE**2
+        held = weight * (spread**2 / (1 + spread**2 * seen))[rows]
+        blocks = np.zeros((len(away), 3, 3))
+        np.add.at(blocks, frames, np.einsum("n,nki,nkj->nij", held, moving, moving))
+        normal.poses[range(len(away)), 3:, range(len(away)), 3:] += blocks
+        normal.poses_slope[:, 3:] += np.einsum("fij,fj->fi", blocks, away)
 
     def _deviations(self) -> tuple[Floats, Floats]:
         """Return how far the path is from its command: rotation vectors and distances, (F, 3) each."""
