@@ -141,6 +141,13 @@ def my_recam_1gpu() -> ConfigDict:
     return config
 
 
+def my_recam_1gpu_footage() -> ConfigDict:
+    """`my_recam_1gpu` on clips, as `my_recam_8npu_footage`; not validated."""
+    config, footage = my_recam_1gpu(), my_recam_8npu_footage()
+    config.data, config.reward = footage.data, footage.reward
+    return config
+
+
 def my_recam_full() -> ConfigDict:
     """ReCamMaster's own trainable weights instead of adapters, in shards: starting values, not validated."""
     config = my_recam_8npu()

@@ -58,6 +58,7 @@ from flow_grpo.runtime.atomic_file import write_atomically
 from flow_grpo.settings.loading import load_config
 from flow_grpo.settings.schema import Config
 from tools.footage.answers import Answer, examine
+from tools.footage.layout import one_width
 from tools.footage.show import page, table
 
 LEAST_USABLE = 0.5  # share of the items below which something common to all is suspected
@@ -89,14 +90,17 @@ def answer_clips(known: argparse.Namespace, config: Config) -> int:
         data = multicam_data(config.data, config.data.train_split)
         items = [*{data.source_file(number): number for number in reversed(range(len(data)))}.values()][::-1]
     else:
-        items = [*find_videos(known.clips)]
+        items = [*(clips := find_videos(known.clips))]
+        one_width(clips, known.focal_px)
     rewards = build_reward_set(config.reward.weights, data_root=config.data.root, servers=config.reward.remote)
     answers: list[Answer] = []
     pool, step = CallPool(known.workers), max(1, known.workers)
-    for start in tqdm(range(0, len(items), step), unit="clip", unit_scale=step):
-        jobs = [(config, item, known) for item in items[start : start + step]]
-        made = pool.run(examine, jobs, seconds=CLIP_SECONDS, what="clips")
-        answers += [one.value or Answer(str(job[1]), one.fault) for job, one in zip(jobs, made, strict=True)]
+    with tqdm(total=len(items), unit="clip") as bar:
+        for start in range(0, len(items), step):
+            jobs = [(config, item, known) for item in items[start : start + step]]
+            made = pool.run(examine, jobs, seconds=CLIP_SECONDS, what="clips")
+            answers += [one.value or Answer(str(job[1]), one.fault) for job, one in zip(jobs, made, strict=True)]
+            bar.update(len(jobs))
     pool.close()
     print("\n".join(table(answers, rewards.floors)), flush=True)
     size = config.data.num_frames, config.data.height, config.data.width
@@ -152,7 +156,7 @@ def report(data: MultiCamDataset, verdicts: Verdicts, out: Path) -> bool:
     found = {(scene, camera): verdicts[scene][camera] for scene, camera in names if camera in verdicts.get(scene, {})}
     wrong = {name: text for name, text in found.items() if text}
     for (scene, camera), text in wrong.items():
-        print(f"true view {scene} {camera}: {text}")
+        print(f"{scene} {camera}: {text}")
     print(f"{len(found) - len(wrong)} of {len(names)} items are usable, {len(wrong)} are not: {out}", flush=True)
     enough = len(found) - len(wrong) >= LEAST_USABLE * len(found)
     useless = sorted({scene for scene, _ in found} - {scene for scene, _ in found.keys() - wrong.keys()})

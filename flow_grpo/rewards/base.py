@@ -10,6 +10,7 @@ import contextlib
 import copy
 import difflib
 import importlib
+import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -187,11 +188,14 @@ def try_rewards(rewards: RewardSet, condition: Condition, *, whole_groups: bool 
         ConfigError: one needs what the data lacks, fails, or does not return what a reward returns.
         ValueError: a server does not answer, or needs whole groups where there are none.
     """
-    for reward in rewards.rewards:
-        lacking = [field for field in getattr(reward, "needs", ()) if getattr(condition, field) is None]
-        if lacking:
-            text = f"needs the {' and '.join(lacking)} of every condition, which this data lacks; choose others"
-            raise refusal("reward.weights", reward.name, f"{text}, docs/rewards.md says what they need")
+    asked = {reward.name: getattr(reward, "needs", ()) for reward in rewards.rewards}
+    lacking = {name: [f for f in fields if getattr(condition, f) is None] for name, fields in asked.items()}
+    if useless := {name: fields for name, fields in lacking.items() if fields}:
+        kept = ",".join(f"{name}={weight:g}" for name, weight in rewards.weights.items() if name not in useless)
+        fields = " and ".join(dict.fromkeys(itertools.chain(*useless.values())))
+        text = f"need{'s' * (len(useless) == 1)} the {fields} of every condition, which this data lacks"
+        way_out = f"pass --config.reward.weights={kept}" if kept else "choose others"
+        raise refusal(KNOB, ", ".join(useless), f"{text}; {way_out}, docs/rewards.md says what each needs")
     video = torch.full((3, *condition.size), 0.5) if condition.source_video is None else condition.source_video
     videos, conditions = torch.stack([video] * 2), (condition, condition)
     for reward in rewards.rewards:

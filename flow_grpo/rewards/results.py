@@ -52,7 +52,7 @@ def from_outcomes(outcomes: Sequence[Outcome[tuple[float, ...]]], measures: Sequ
 def why_not_comparable(video: Tensor, condition: Condition) -> str:
     """Return why a video (3, T, h, w) cannot be compared with its ground-truth view, or ""."""
     if condition.target_video is None:
-        return f"{condition.scene} has no target video of {condition.target_camera}"
+        return f"{condition.scene} has no true view along {condition.target_camera}"
     if condition.target_video.shape != video.shape:
         return f"target video has shape {tuple(condition.target_video.shape)}, the sample {tuple(video.shape)}"
     return ""

@@ -71,6 +71,10 @@ def test_rewards_that_need_what_the_data_lacks_are_refused_before_the_run():
     for name, lacking in lacked.items():
         with pytest.raises(ConfigError, match=rf"got '{name}', needs the {lacking} of every condition"):
             try_rewards(build_reward_set({name: 0.0}, data_root="."), prompt)
+    several = dict.fromkeys(("target_psnr", "motion_mag", "sharpness"), 0.5)
+    way_out = "got 'target_psnr, motion_mag', need the target_video .* pass --config.reward.weights=sharpness=0.5, "
+    with pytest.raises(ConfigError, match=way_out):
+        try_rewards(build_reward_set(several, data_root="."), prompt)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from flow_grpo.settings.loading import load_config
 from flow_grpo.settings.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
-RANKS = {"my_recam_1gpu": 1, "my_recam_2node": 16, "my_recam_full": 8, "redirector_8npu": 8, "wan_t2v_8npu": 8}
+RANKS = {"my_recam_1gpu": 1, "my_recam_1gpu_footage": 1, "my_recam_2node": 16, "my_recam_full": 8}
+RANKS |= {"redirector_8npu": 8, "wan_t2v_8npu": 8}
 RANKS |= {f"my_recam_8npu{kind}": 8 for kind in ("", "_tiny", "_dapo", "_dapo_tiny", "_fast", "_footage", "_small")}
 RANKS |= {"room_recam": 2, "tiny_recam": 2, "tiny_recam_hacking": 2, "tiny_wan_t2v": 2}
 
@@ -109,7 +110,7 @@ def test_the_demo_s_rewards_know_no_true_view() -> None:
 
 
 def test_the_footage_recipe_s_rewards_ask_for_no_poses_of_the_source_and_no_true_view() -> None:
-    rewards = build_reward_set(recipe("my_recam_8npu_footage").reward.weights, data_root=".").rewards
+    rewards = build_reward_set(recipe("my_recam_1gpu_footage").reward.weights, data_root=".").rewards
     asked = {field for reward in rewards for field in getattr(reward, "needs", ())}
     assert asked == {"source_video", "target_poses", "intrinsics"}
 

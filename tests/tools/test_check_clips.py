@@ -66,7 +66,7 @@ def test_what_has_no_value_says_why_and_what_helps(answered):
     assert found["pan"]["scores"]["pose_trans"]["value"] is None and any("--depth" in x for x in found["pan"]["advice"])
     assert "0 features, needs 50" in found["flat"]["scores"]["pose_rot"]["cause"]
     assert any(x.startswith("exclude it") for x in found["flat"]["advice"]) and found["flat"]["presets"] == []
-    assert found["walk"]["scores"]["view_disp"]["cause"] == "has no target video of path01"
+    assert found["walk"]["scores"]["view_disp"]["cause"] == "has no true view along path01"
     assert len(found["walk"]["advice"]) == 1 and "second camera" in found["walk"]["advice"][0]
 
 

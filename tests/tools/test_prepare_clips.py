@@ -8,8 +8,9 @@ from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.maths.poses import preset_path
 from flow_grpo.runtime.video_file import write_video
 from tests.data.cases import clip
+from tests.refusals import refusal
 from tests.textured_room import slowed
-from tools import prepare_clips
+from tools import check_sources, prepare_clips
 
 FRAMES = 5
 CAMERAS = ["pan_right", "arc_left:0.5"]
@@ -24,9 +25,12 @@ def clips(tmp_path):
     return folder
 
 
-def prepare(clips, *words):
-    where = [str(clips), "--out", str(clips.parent / "data"), "--frames", str(FRAMES)]
-    return prepare_clips.main([*where, "--camera", *CAMERAS, *words])
+def words(clips, *more):
+    return [str(clips), "--out", str(clips.parent / "data"), "--frames", str(FRAMES), "--camera", *CAMERAS, *more]
+
+
+def prepare(clips, *more):
+    return prepare_clips.main(words(clips, *more))
 
 
 def items(clips, split="train"):
@@ -46,6 +50,15 @@ def test_every_clip_is_filmed_along_every_path_and_a_share_is_held_out(clips, ca
         assert torch.allclose(condition.target_poses, path.double(), atol=1e-6)
         assert condition.intrinsics.tolist() == pytest.approx([20, 20, 12, 8], abs=1e-3)
         assert condition.source_depth.maps.tolist() == [[[4.0]]]
+
+
+def test_a_focal_length_in_pixels_is_not_taken_for_clips_of_several_widths(clips, capsys):
+    write_video(clips / "wide.mp4", clip(9, width=48), lossless=True)
+    message = refusal(capsys, prepare_clips.main, words(clips, "--focal-px", "20"))
+    assert "is in pixels of one width, the clips have 24 (" in message and "48 (wide.mp4)" in message
+    checked = [str(clips), "--config", "config/grpo.py:my_recam_1gpu_footage", "--focal-px", "20"]
+    assert refusal(capsys, check_sources.main, checked) == message
+    assert prepare(clips) == 0
 
 
 def test_what_stands_beside_a_clip_is_used(clips):

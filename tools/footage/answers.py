@@ -36,10 +36,11 @@ HELP = {
     "no known focal length": "give its focal length: --focal-px, or a pose file beside it that holds one",
     "no texture": "exclude it: its pictures show too little texture",
     "with the first frame and": "exclude it, or keep a part without cuts, blur and what passes before the camera",
-    "its camera moves|of 0.2 degrees": "put poses beside it (docs/camera_paths.md), or mend its lens; else exclude it",
+    "its camera moves|of 0.2 degrees": "look at its focal length (--focal-px counts pixels of the file), then put "
+    "poses beside it (docs/camera_paths.md); else exclude it",
     "nothing tells the size": "give a depth (NAME.depth.npz beside it, or --depth METRES), or use pose_dir instead",
     "no direction": "nothing: it has a value on commands that move the camera",
-    "true view|target video": "nothing but a second camera: give this reward no weight on such clips",
+    "true view": "nothing but a second camera: give this reward no weight on such clips",
     "frames, needs|too short": "set --config.data.num_frames to what it has, 4n+1, or leave it out",
     "no result after|died": "run the check again, with fewer --workers",
 }
