@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
@@ -35,6 +36,7 @@ from PIL import Image
 from flow_grpo.data.depth_files import depth_file
 from flow_grpo.data.trajectories import find_videos
 from flow_grpo.data.video_io import read_video, video_size
+from flow_grpo.models.encoders.frozen import load_frozen
 from flow_grpo.rewards.frames import frame_numbers
 from flow_grpo.runtime import device
 from flow_grpo.runtime.atomic_file import atomic_path
@@ -54,14 +56,11 @@ def main(words: Sequence[str] | None = None) -> int:
         got = f"a {kind.get('depth_estimation_type', 'relative')} {kind['model_type']}" if kind else "no model"
         raise ValueError(f"--model {args.model} holds {got}, must be a folder of Depth Anything V2 Metric (-hf)")
     prepare = Preprocessor(args.model / "preprocessor_config.json")
-    from transformers import AutoModelForDepthEstimation
-    from transformers.utils import logging
+    from transformers import DepthAnythingForDepthEstimation
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     place = device.resolve(args.device)
     device.select(place)
-    model = AutoModelForDepthEstimation.from_pretrained(args.model, local_files_only=True, dtype=torch.float32)
-    model = model.eval().to(place)
+    model: Any = load_frozen(DepthAnythingForDepthEstimation, args.model, torch.float32).to(place)
     for clip in clips:
         frames = frame_numbers(min(args.frames, video_size(clip)[0]), args.maps)
         maps = []

@@ -36,7 +36,7 @@ def test_a_source_s_motion_is_not_that_of_another_camera_path():
     known, alone = conditions(FILM)
     result = MotionMag()(FILM.videos, [known, dataclasses.replace(alone, target_video=None)])
     assert result.valid.tolist() == [True, False] and result.values[0] == 0
-    assert "no target video" in result.causes[1] and not result.faults.any()
+    assert "no true view" in result.causes[1] and not result.faults.any()
 
 
 def test_a_frozen_and_a_flickering_video_lose_to_the_true_one_and_a_single_frame_is_refused():

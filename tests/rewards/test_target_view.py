@@ -99,7 +99,7 @@ def test_a_target_video_that_is_missing_or_of_another_size_masks_its_own_sample_
     result = score(like_a_codec(TRUE.videos), chosen)
     assert result.valid.tolist() == [row not in (0, 2) for row in range(8)]
     assert "(3, 5, 12, 16)" in result.causes[0]
-    assert "no target video" in result.causes[2] and result.causes[3] == ""
+    assert "no true view" in result.causes[2] and result.causes[3] == ""
     assert result.values[2].isnan() and result.info["ssim"][2].isnan()
     whole = score(like_a_codec(TRUE.videos))
     assert torch.allclose(result.values[result.valid], whole.values[result.valid], atol=1e-5)

@@ -82,7 +82,7 @@ def test_without_a_true_view_of_its_shape_and_with_texture_a_sample_is_masked_wi
     result = score([shot("arc_right")] * 3, [asked("arc_right"), missing, shorter])
     assert result.valid.tolist() == [True, False, False]
     assert result.values[0] == 0 and result.values[1:].isnan().all() and result.info["disp_px"][1:].isnan().all()
-    assert "has no target video" in result.causes[1] and "shape" in result.causes[2]
+    assert "has no true view" in result.causes[1] and "shape" in result.causes[2]
     alone = score([shot("arc_right")], [missing])
     assert not alone.valid.any() and set(alone.info) == set(ViewDisp.measures)
     flat = torch.full((3, FRAMES, *SIZE), 0.5)

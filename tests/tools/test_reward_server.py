@@ -152,7 +152,7 @@ def test_what_the_reward_cannot_score_arrives_as_not_valid_with_its_cause():
     asked = [dataclasses.replace(judged_conditions()[0], target_video=None), judged_conditions()[1]]
     with serving(build(parse(["--reward", "target_view", "--port", "0"]))) as server:
         far = RemoteReward("target_view", server.url, POLICY)(VIDEOS, asked)
-    assert far.valid.tolist() == [False, True] and "has no target video" in far.causes[0]
+    assert far.valid.tolist() == [False, True] and "has no true view" in far.causes[0]
     assert not far.faulty.any()  # nothing failed: there is nothing to measure by
 
 

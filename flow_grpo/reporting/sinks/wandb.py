@@ -32,7 +32,8 @@ class Wandb:
             mode="offline" if offline else None,
             dir=str(opening.folder),
             config=dict(opening.config),
-            settings=self._library.Settings(console="off"),  # would record every redraw of the progress bars
+            # A console would record every redraw of the progress bars; the end is ours to sum up.
+            settings=self._library.Settings(console="off", quiet=True),
         )
         for section in SECTIONS:
             self._run.define_metric(axis_of(section))

@@ -32,6 +32,7 @@ from flow_grpo.rewards.camera.pnp import GATE
 
 SCALES = (12.0, 4.0, 1.5, 1.0)  # s, in pixels of a picture 416 wide
 STEPS = 3  # of each
+DOUBTFUL = (2.0, 1.0), 5  # then, with all sums: s, and steps of each
 INLIER_SHARE = 0.3  # of a frame's matches; of 200 random ones 0.17 agree at most
 BEND_DEG, BEND_SHARE = 0.3, 0.005  # a frame to the next: of the rotation, and of the centre as a share of the depth
 LEAST_DEPTH = 1e-3  # of the usual depth: nearer points are behind the camera
@@ -75,6 +76,8 @@ def fit_path(matches: Matches, points: Points, camera: Floats, command: Floats) 
         fit.run(SCALES, STEPS)
         tried.append(fit)
     best = min(tried, key=_Fit.cost)
+    best.doubtful = True
+    best.run(*DOUBTFUL)
     agreeing = best.errors() < OUTLYING
     inliers = np.bincount(matches.frames[agreeing], minlength=count)
     located = (inliers >= GATE) & (inliers >= INLIER_SHARE * seen)
@@ -104,6 +107,7 @@ class _Fit(Bundle):
     def __init__(self, matches: Matches, points: Points, camera: Floats, start: Floats, command: Floats) -> None:
         self.points, self.command, self.stretch = points, command, np.zeros(len(points.rays))  # (M,) delta
         super().__init__(matches, camera, start, points.centre + self._along())
+        self.doubtful = False  # whether the last sum counts: on the way there it would hold a camera in its place
         self.usual = float(np.median(points.depths)) if len(points.depths) else 1.0
         self.nearest = LEAST_DEPTH * self.usual
         second = np.diff(np.eye(len(start)), n=2, axis=0)
@@ -130,7 +134,8 @@ class _Fit(Bundle):
             for axis in range(3):
                 normal.poses[:, first + axis, :, first + axis] += self._bend / size**2
             normal.poses_slope[:, first : first + 3] += self._bend @ deviation / size**2
-        self._add_doubt(normal, weight, moving)
+        if self.doubtful:
+            self._add_doubt(normal, weight, moving)
         normal.points += self.points.spread**-2
         normal.points_slope[:, 0] += self.points.spread**-2 * self.stretch
 
