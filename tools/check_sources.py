@@ -22,6 +22,7 @@ time) or fewer than half of the items are usable, 2 for invalid settings.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
@@ -50,6 +51,7 @@ from flow_grpo.data.exclude import Verdicts, read_verdicts, settings_of, write_v
 from flow_grpo.data.multicam import MultiCamDataset, contents_by_scene
 from flow_grpo.data.splits import multicam_data
 from flow_grpo.data.trajectories import find_videos
+from flow_grpo.data.video_io import video_size
 from flow_grpo.records import Condition
 from flow_grpo.rewards.base import build_reward_set
 from flow_grpo.rewards.camera.pose import PoseMeasurer
@@ -90,8 +92,11 @@ def answer_clips(known: argparse.Namespace, config: Config) -> int:
         data = multicam_data(config.data, config.data.train_split)
         items = [*{data.source_file(number): number for number in reversed(range(len(data)))}.values()][::-1]
     else:
-        items = [*(clips := find_videos(known.clips))]
-        one_width(clips, known.focal_px)
+        items, sizes = [*(clips := find_videos(known.clips))], {}
+        for clip in clips if known.focal_px else ():
+            with contextlib.suppress(ValueError):  # the clip's own answer says it
+                sizes[clip] = video_size(clip)
+        one_width(sizes, known.focal_px)
     rewards = build_reward_set(config.reward.weights, data_root=config.data.root, servers=config.reward.remote)
     answers: list[Answer] = []
     pool, step = CallPool(known.workers), max(1, known.workers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,7 +34,7 @@ def lay_out(clips: Sequence[Path], args: argparse.Namespace) -> tuple[list[Path]
     """
     sizes = {clip: video_size(clip) for clip in clips}
     check(args, sizes)
-    one_width(clips, args.focal_px)
+    one_width(sizes, args.focal_px)
     known = {clip: poses_beside(clip) for clip in clips}
     lenses = {clip: lens_of(known[clip], args.focal_px, sizes[clip][2]) for clip in clips}
     paths = {
@@ -69,13 +68,10 @@ def check(args: argparse.Namespace, sizes: Mapping[Path, Size]) -> None:
             raise ValueError(f"{clip} has {frames} frames, needs {args.frames}; remove it or lower --frames")
 
 
-def one_width(clips: Sequence[Path], focal_px: float | None) -> None:
+def one_width(sizes: Mapping[Path, Size], focal_px: float | None) -> None:
     """Raise ValueError where one focal length in pixels is meant for clips of several widths."""
-    widths = {}
-    for clip in clips if focal_px else ():
-        with contextlib.suppress(ValueError):  # which names the clip where it is used
-            widths[video_size(clip)[2]] = clip.name
-    if len(widths) > 1:
+    widths = {columns: clip.name for clip, (_, _, columns) in sizes.items()}
+    if focal_px and len(widths) > 1:
         examples = ", ".join(f"{width} ({name})" for width, name in sorted(widths.items()))
         raise ValueError(
             f"--focal-px {focal_px:g} is in pixels of one width, the clips have {examples}; put those of each width in "
