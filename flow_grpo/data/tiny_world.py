@@ -16,14 +16,17 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from flow_grpo.data import rooms
 from flow_grpo.data.camera_files import write_cameras
+from flow_grpo.data.depth_files import depth_file
 from flow_grpo.data.multicam import COMMANDS, SENSOR_MM
 from flow_grpo.maths.keys import generator
-from flow_grpo.maths.room import Room, render_video, stack_rooms
+from flow_grpo.maths.room import Room, frame_times, pixel_rays, render_video, stack_rooms, trace
 from flow_grpo.runtime.atomic_file import atomic_path
 from flow_grpo.runtime.json_files import read_json
 from flow_grpo.runtime.video_file import write_video
@@ -40,17 +43,26 @@ class Roles:
         films: cameras with a video.
         commands: camera paths that are asked for; every second one in each scene, so that there can be more scenes.
         views: the commands have true views, for an evaluation.
+        posed: the poses of the films are known.
+        depths: the films have depths, as a model estimates them: see `_write_depths`.
     """
 
     films: tuple[str, ...]
     commands: tuple[str, ...] = ()
     views: bool = False
+    posed: bool = True
+    depths: bool = False
+
+
+FOOTAGE = ("still", "panning")
 
 
 ROLES = {
     "labelled": Roles((*rooms.SOURCES, *rooms.LABELLED)),
     "train": Roles((*rooms.SOURCES,), (*rooms.LABELLED, *rooms.UNLABELLED)),
     "val": Roles((*rooms.SOURCES,), (*rooms.LABELLED, *rooms.UNLABELLED, *rooms.UNSEEN), views=True),
+    "clips": Roles(FOOTAGE, (*rooms.UNLABELLED,), posed=False, depths=True),
+    "held_out_clips": Roles(FOOTAGE, (*rooms.UNLABELLED,), views=True, depths=True),  # poses are for the judge
 }
 
 
@@ -88,6 +100,7 @@ class WorldSpec:
 
 FURNISHED = WorldSpec(seed=41, scenes={"train": 48, "val": 16}, frames=9, height=64, width=96, furnished=True)
 TINY_WORLDS = {
+    "footage": dataclasses.replace(FURNISHED, scenes={"clips": 48, "held_out_clips": 16}),
     "furnished": FURNISHED,
     "furnished_labelled": dataclasses.replace(FURNISHED, scenes={"labelled": 48, "val": 2}),
     "tiny": WorldSpec(seed=1, scenes={"train": 48, "val": 16}),
@@ -170,12 +183,12 @@ def write_tiny_world(root: str | Path, spec: WorldSpec) -> None:
         for split, count in spec.scenes.items():
             for number in range(1, count + 1):
                 folder = partial / split / LENS_FOLDER.format(focal=spec.focal_mm) / f"scene{number}"
-                views = spec.furnished and ROLES[split].views
-                _write_scene(folder, spec, make_scene(spec, split, number), views=views)
+                roles = ROLES[split] if spec.furnished else Roles(())
+                _write_scene(folder, spec, make_scene(spec, split, number), roles)
         (partial / "world.json").write_text(json.dumps(dataclasses.asdict(spec), indent=1))
 
 
-def _write_scene(folder: Path, spec: WorldSpec, scene: TinyScene, *, views: bool) -> None:
+def _write_scene(folder: Path, spec: WorldSpec, scene: TinyScene, roles: Roles) -> None:
     names = [f"cam{camera + 1:02d}" for camera in range(len(scene.shots))]
     films, commands = names[: scene.films], names[scene.films :]
     folder.mkdir(parents=True)
@@ -184,10 +197,13 @@ def _write_scene(folder: Path, spec: WorldSpec, scene: TinyScene, *, views: bool
         writer.writerow(["file_name", "text"])
         for name, video in zip(films, _write_videos(folder, spec, scene, range(scene.films)), strict=True):
             writer.writerow([f"{name}.mp4", caption(video)])
-    write_cameras(folder, films, scene.poses[: scene.films], scene.shots[: scene.films])
+    if roles.posed:
+        write_cameras(folder, films, scene.poses[: scene.films], scene.shots[: scene.films])
+    if roles.depths:
+        _write_depths(folder, spec, scene)
     if commands:
         write_cameras(folder / COMMANDS, commands, scene.poses[scene.films :], scene.shots[scene.films :])
-    if commands and views:
+    if commands and roles.views:
         list(_write_videos(folder / COMMANDS, spec, scene, range(scene.films, len(names))))
     (folder / "room.json").write_text(json.dumps(scene.room.to_dict()))
 
@@ -198,6 +214,20 @@ def _write_videos(folder: Path, spec: WorldSpec, scene: TinyScene, cameras: rang
         (video,) = render_views(spec, [scene], [camera])
         write_video(folder / "videos" / f"cam{camera + 1:02d}.mp4", video, lossless=True)
         yield video
+
+
+def _write_depths(folder: Path, spec: WorldSpec, scene: TinyScene) -> None:
+    """Write the films' depths, a map of half the size for every frame: 10 % too far and 5 % uneven, in patches."""
+    size = spec.height // 2, spec.width // 2
+    rays = pixel_rays(spec.intrinsics() / 2, *size)
+    times = frame_times(spec.frames)
+    for camera, path in enumerate(scene.poses[: scene.films].float()):
+        (depth,) = trace(stack_rooms([scene.room] * spec.frames).at(times), path[:, None], rays).depth.movedim(1, 0)
+        draw = generator("depths", folder.name, camera)
+        uneven = interpolate(torch.randn(1, 1, 4, 6, generator=draw), size, mode="bicubic")[0, 0]
+        maps = 1.1 * depth.unflatten(1, size) * (0.05 * uneven).exp()
+        file = depth_file(folder / "videos" / f"cam{camera + 1:02d}.mp4")
+        np.savez_compressed(file, depth=maps.half().numpy(), frames=np.arange(spec.frames))
 
 
 def ensure_tiny_world(root: str | Path, name: str) -> None:

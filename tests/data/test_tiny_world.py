@@ -132,9 +132,10 @@ def test_ensure_writes_once_and_refuses_another_folder(tmp_path: Path) -> None:
 
 
 def test_a_furnished_world_has_sources_to_film_commands_to_follow_and_true_views_only_where_it_is_evaluated(tmp_path):
-    spec = dataclasses.replace(tiny_world.FURNISHED, scenes={"train": 2, "val": 2}, height=16, width=24)
+    splits = ("train", "val", "clips", "held_out_clips")
+    spec = dataclasses.replace(tiny_world.FURNISHED, scenes=dict.fromkeys(splits, 2), height=16, width=24)
     tiny_world.write_tiny_world(tmp_path / "world", spec)
-    for split, roles in (("train", tiny_world.ROLES["train"]), ("val", tiny_world.ROLES["val"])):
+    for split, roles in ((split, tiny_world.ROLES[split]) for split in splits):
         data = MultiCamDataset(tmp_path / "world", split, (9, 16, 24), prompt="a room")
         assert sorted(data.cameras()) == sorted(roles.commands)
         for index in range(0, len(data), 5):
@@ -142,8 +143,10 @@ def test_a_furnished_world_has_sources_to_film_commands_to_follow_and_true_views
             scene = tiny_world.make_scene(spec, split, int(condition.scene[-1]))
             target, source = (int(name[3:]) - 1 for name in (condition.target_camera, condition.source_camera))
             assert source < scene.films <= target and condition.preset == scene.shots[target]
-            world = condition.reference_pose @ condition.target_poses
-            assert torch.allclose(world, scene.poses[target], atol=1e-6)
+            known = {condition.reference_pose is None, condition.source_poses is None}
+            assert known == {not roles.posed} and (condition.source_depth is not None) == roles.depths
+            start = scene.poses[target, 0] if condition.reference_pose is None else condition.reference_pose
+            assert torch.allclose(start @ condition.target_poses, scene.poses[target], atol=1e-6)
             assert condition.prompt == tiny_world.caption(tiny_world.render_views(spec, [scene], [source])[0])
             assert (condition.target_video is not None) == roles.views
             if roles.views:

@@ -17,7 +17,7 @@ from scipy.spatial.transform import Rotation
 
 from flow_grpo.rewards.camera.features import Floats
 
-COLUMNS = 416
+COLUMNS, LEAST_UNIT = 416, 0.7  # a pixel of a picture 416 wide is the unit, at least so many pixels of its own
 OUTLYING = 3.0  # s beyond which an observation hardly counts; also how far an inlier may lie from its place
 BEHIND = 1e6  # the distance from its place of what lies behind the camera
 RIDGE = 1e-6  # of the mean curvature: what nothing holds, such as a frame without matches, or the world's place, stays
@@ -57,10 +57,15 @@ class Normal:
         sides = np.concatenate([self.shared.reshape(many, unknowns, size), self.points_slope[:, :, None]], 2)
         solved = np.linalg.solve(own, sides)
         normal, tied = self.poses.reshape(size, size), self.shared.reshape(many * unknowns, size)
-        reduced = normal + RIDGE * np.trace(normal) / size * np.eye(size)
+        reduced = normal + (RIDGE * np.trace(normal) / size + 1e-12) * np.eye(size)  # all may be behind the camera
         reduced = reduced - tied.T @ solved[:, :, :-1].reshape(tied.shape)
         moved = -np.linalg.solve(reduced, self.poses_slope.ravel() - tied.T @ solved[:, :, -1].ravel())
         return moved.reshape(-1, 6), -solved[:, :, -1] - solved[:, :, :-1] @ moved
+
+
+def unit_of(columns: float) -> float:
+    """Return the pixels of a picture so many columns wide in which places in it are known equally well."""
+    return max(columns / COLUMNS, LEAST_UNIT)
 
 
 class Bundle:
@@ -76,7 +81,7 @@ class Bundle:
     def __init__(self, matches: Matches, camera: Floats, poses: Floats, places: Floats) -> None:
         self.matches, self.camera = matches, camera
         self.poses, self.places = poses.copy(), places.copy()
-        self.unit = max(2 * camera[0, 2] + 1, 1.0) / COLUMNS  # pixels: the principal point lies in the middle
+        self.unit = unit_of(2 * camera[0, 2] + 1)  # the principal point lies in the middle
         self.nearest = 0.0  # z from which a point is in front of a camera
 
     def run(self, scales: Sequence[float], steps: int) -> None:

@@ -1,6 +1,6 @@
 """SIFT features of a picture and their mutual matches.
 
-Only this file, `pnp.py`, `matched_motion.py` and `structure_from_motion.py` import OpenCV.
+Only this file, `following.py`, `pnp.py`, `matched_motion.py` and `structure_from_motion.py` import OpenCV.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 MOST_FEATURES = 1500  # of a picture, the strongest
 LEAST_CONTRAST = 0.01  # a quarter of OpenCV's default, with which a darkened video has no features
+SMALL = 96  # pixels of the shorter side, below which a picture hardly has features: `following.py`
 RATIO = 0.8  # of the distances to the nearest and the second nearest, above which a match is ambiguous (Lowe's test)
 
 Floats = NDArray[np.float64]
@@ -30,6 +31,7 @@ class Features:
 
     points: Floats  # (N, 2) float64 x, y in pixels; the centre of the first pixel is (0, 0), as OpenCV counts
     descriptors: NDArray[np.float32]  # (N, 128) float32 RootSIFT, of length 1
+    picture: NDArray[np.uint8] | None = None  # (h, w) itself, if it is small: `following.py` needs it
 
     def __len__(self) -> int:
         return len(self.points)
@@ -44,11 +46,13 @@ def _sift() -> Any:
 def find_features(picture: NDArray[np.uint8]) -> Features:
     """Return the features of a grey picture (h, w); an empty picture has none."""
     keypoints, descriptors = _sift().detectAndCompute(picture, None)
+    small = picture if min(picture.shape) < SMALL else None
     if not keypoints:
-        return Features(np.zeros((0, 2)), np.zeros((0, 128), np.float32))
+        return Features(np.zeros((0, 2)), np.zeros((0, 128), np.float32), small)
     # RootSIFT (Arandjelovic and Zisserman 2012): Euclidean distance then compares histograms as Hellinger's does.
     roots = np.sqrt(descriptors / np.maximum(descriptors.sum(1, keepdims=True), 1e-12))
-    return Features(np.array([keypoint.pt for keypoint in keypoints], np.float64), roots.astype(np.float32))
+    points = np.array([keypoint.pt for keypoint in keypoints], np.float64)
+    return Features(points, roots.astype(np.float32), small)
 
 
 def match(first: NDArray[np.float32], second: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -18,8 +18,9 @@ from scipy.spatial import cKDTree
 from scipy.spatial.transform import Rotation
 
 from flow_grpo.rewards.camera.anchors import PosedFrames
-from flow_grpo.rewards.camera.bundle import COLUMNS, Matches
-from flow_grpo.rewards.camera.features import Features, Floats, match
+from flow_grpo.rewards.camera.bundle import Matches, unit_of
+from flow_grpo.rewards.camera.features import Features, Floats
+from flow_grpo.rewards.camera.following import corresponding, to_follow
 from flow_grpo.rewards.camera.path_fit import Points, fit_path
 
 KNOWN_SPREAD, UNKNOWN_SPREAD = 0.3, 1.0  # of the logarithm of depths: by a depth map, and by one number or none
@@ -52,8 +53,8 @@ class FixedSource:
         """
         found: list[tuple[NDArray[np.int64], NDArray[np.int64], Floats]] = []
         for frame, (seen, features, rows) in enumerate(zip(video, self.features, self.rows, strict=True)):
-            mine, theirs = match(features.descriptors, seen.descriptors)
-            found.append((np.full(len(mine), frame), rows[mine], seen.points[theirs]))
+            mine, there = corresponding(features, seen)
+            found.append((np.full(len(mine), frame), rows[mine], there))
         numbers, points, pixels = (np.concatenate(column) for column in zip(*found, strict=True))
         return fit_path(Matches(numbers, points, pixels), self.points, self.camera, command)
 
@@ -67,11 +68,11 @@ def make_fixed_source(source: PosedFrames, camera: Floats, depth: Floats | None 
         depth: (F or 1, h, w) distances of what its frames show along the optical axis in metres; (1, 1, 1) for all of
             the scene; None: not known.
     """
-    features = tuple(source[row].features for row in range(len(source)))
-    unit = source.pictures.shape[2] / COLUMNS
+    features = tuple(to_follow(source[row].features) for row in range(len(source)))
+    unit = unit_of(source.pictures.shape[2])
     rays = [_rays(each.points, camera) for each in features]
     known = np.isfinite(source.poses).all()
-    turns, near, exact = _turns(features, rays, unit / camera[0, 0], source.poses[:, :3, :3] if known else None)
+    turns, near, exact = _turns(features, camera, unit / camera[0, 0], source.poses[:, :3, :3] if known else None)
     centre = source.poses[0, :3, 3] if known else np.zeros(3)
     fault, fewest = "", min(map(len, features))
     if fewest < FEWEST_FEATURES:
@@ -108,7 +109,7 @@ def _rays(points: Floats, camera: Floats) -> Floats:
 
 
 def _turns(
-    features: Sequence[Features], rays: Sequence[Floats], pixel: float, known: Floats | None
+    features: Sequence[Features], camera: Floats, pixel: float, known: Floats | None
 ) -> tuple[Floats, Floats, Floats]:
     """Return each frame's rotation to the world (F, 3, 3), the share of its matches near it, and of these exactly (F,).
 
@@ -120,10 +121,10 @@ def _turns(
         last = found[-1][0]
         best = last, -1.0, 0.0  # compared with none
         for other in (0, row - 1):
-            mine, theirs = match(features[row].descriptors, features[other].descriptors)
+            mine, there = corresponding(features[row], features[other])
             if len(mine) < FEWEST_FEATURES:
                 continue
-            own, placed = rays[row][mine], rays[other][theirs] @ found[other][0].T
+            own, placed = _rays(features[row].points[mine], camera), _rays(there, camera) @ found[other][0].T
             tried = [last, _turn(own, placed, last, pixel)] if known is None else [known[row]]
             best = max((_explained(own, placed, turn, pixel) for turn in tried), key=lambda one: one[1] * one[2])
             break
