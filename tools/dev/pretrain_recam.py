@@ -6,9 +6,6 @@ The targets go along short paths (`LABELLED` in data/rooms.py), with exact label
 reinforcement learning. Latents of all clips are encoded once. The log has, on rooms
 that no step sees, the videos' PSNR to the truth and the errors of their cameras, by whether paths of that kind are
 labelled.
-
-With --misjudged some targets, now along longer paths too, move and turn less than their labels say, as where labels are
-poses whose scale was guessed: a model that is unsure how far to go.
 """
 
 from __future__ import annotations
@@ -33,10 +30,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerBase
 
-from flow_grpo.data.rooms import LABELLED, SOURCES, UNLABELLED
-from flow_grpo.data.tiny_world import FURNISHED, TinyScene, caption, make_scene, render_views
+from flow_grpo.data.rooms import LABELLED, SOURCES
+from flow_grpo.data.tiny_world import FURNISHED, caption, make_scene, render_views
 from flow_grpo.maths.keys import generator
-from flow_grpo.maths.poses import pose, relative, rotation_matrix, rotation_vector
 from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.recam import RECAM
 from flow_grpo.models.wan_policy import TIMESTEPS
@@ -46,8 +42,7 @@ from tools.dev.tiny.text import CAPTIONS, build_text_encoder, encode_captions
 from tools.dev.tiny.training import Resumable, load_shares, processes
 
 SOURCES_A_ROOM, TARGETS_A_ROOM = 2, 5
-MISJUDGED = 0.15, 0.4  # how far such targets move and turn, as shares of what their labels say
-SETTINGS = ("steps", "scenes", "batch", "learning_rate", "width", "ffn", "layers", "ema", "misjudged")  # in the record
+SETTINGS = ("steps", "scenes", "batch", "learning_rate", "width", "ffn", "layers", "ema")  # in the record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,34 +69,20 @@ class Pool:
         return *pair, self.cameras[scene, target], self.captions[scene]
 
 
-def encode_scenes(codec: AutoencoderKLWan, misjudged: float, scenes: range) -> dict[str, Tensor]:
+def encode_scenes(codec: AutoencoderKLWan, scenes: range) -> dict[str, Tensor]:
     latents, cameras, captions = [], [], []
     for number in scenes:
         draw = generator("pretraining shots", number)
-        kinds = LABELLED | UNLABELLED if misjudged else LABELLED
         sources, targets = (
             [names[i] for i in torch.randperm(len(names), generator=draw)[:count].tolist()]
-            for names, count in (((*SOURCES,), SOURCES_A_ROOM), ((*kinds,), TARGETS_A_ROOM))
+            for names, count in (((*SOURCES,), SOURCES_A_ROOM), ((*LABELLED,), TARGETS_A_ROOM))
         )
         scene = make_scene(FURNISHED, "pretrain", number, (*sources, *targets))
-        labels = scene_cameras(scene, codec)
-        wrong = torch.rand(TARGETS_A_ROOM, generator=draw) < misjudged
-        scene = shrink(scene, SOURCES_A_ROOM + wrong.nonzero()[:, 0])
         videos = render_views(FURNISHED, [scene], list(range(len(scene.shots))))
         latents.append(encode(codec, videos).half())
-        cameras.append(labels)
+        cameras.append(scene_cameras(scene, codec))
         captions.append(CAPTIONS.index(caption(videos[0])))
     return {"latents": torch.stack(latents), "cameras": torch.stack(cameras), "captions": torch.tensor(captions)}
-
-
-def shrink(scene: TinyScene, cameras: Tensor) -> TinyScene:
-    """Return the scene with some of its cameras moving and turning by MISJUDGED only."""
-    poses, (move, turn) = scene.poses.clone(), MISJUDGED
-    for camera in cameras.tolist():
-        path = relative(poses[camera, 0], poses[camera])
-        less = pose(rotation_matrix(turn * rotation_vector(path[:, :3, :3])), move * path[:, :3, 3])
-        poses[camera] = poses[camera, 0] @ less
-    return dataclasses.replace(scene, poses=poses)
 
 
 def build_model(args: argparse.Namespace, channels: int, text_dim: int) -> ReCamTransformer3DModel:
@@ -174,7 +155,6 @@ def main() -> None:
     parser.add_argument("--ffn", type=int, default=480)
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--ema", type=float, default=0.999)
-    parser.add_argument("--misjudged", type=float, default=0.0, help="share of the targets with wrong labels")
     parser.add_argument("--probe-steps", type=int, default=1000)
     parser.add_argument("--compile", action="store_true", help="a seventh faster on a CPU; needs a C++ compiler")
     parser.add_argument("--threads", type=int, default=1, help="per rank")
@@ -184,7 +164,7 @@ def main() -> None:
         codec = AutoencoderKLWan.from_pretrained(args.out / "vae").eval()
         text_encoder, tokenizer = build_text_encoder()
         text = encode_captions(text_encoder, tokenizer)
-        shares = load_shares(args, "pool", partial(encode_scenes, codec, args.misjudged), rank, world)
+        shares = load_shares(args, "pool", partial(encode_scenes, codec), rank, world)
         pool = Pool(**{name: torch.cat([share[name] for share in shares]) for name in shares[0]})
         if args.steps == 0:  # render only: on many cores, for a later call in one process on a device
             return
@@ -227,8 +207,7 @@ def write_folder(training: ModelTraining, parts: dict[str, nn.Module], tokenizer
         copy.deepcopy(part).cpu().half().save_pretrained(out / name)
     tokenizer.save_pretrained(out / "tokenizer")
     FlowMatchEulerDiscreteScheduler(shift=SHIFT).save_pretrained(out / "scheduler")
-    kinds = LABELLED | UNLABELLED if args.misjudged else LABELLED
-    data = {name: dataclasses.asdict(shot) for name, shot in (SOURCES | kinds).items()}
+    data = {name: dataclasses.asdict(shot) for name, shot in (SOURCES | LABELLED).items()}
     more = {"data": data}
     if args.start_from:
         more["started_from"] = json.loads((args.start_from / "pretraining.json").read_text())
