@@ -1,8 +1,9 @@
 """Sources whose camera stays in one place, still or turning: no parallax gives anchors (`anchors.py`).
 
 Frame i of a generated video is matched with frame i of its source (`following.py`), the same instant, so that what
-moves in the scene stands in the way as little as what rests. Every feature of the source is a point on a ray; features that a still camera
-sees in the same direction are one point. `path_fit.py` finds the path of the camera and the points together.
+moves in the scene stands in the way as little as what rests. Every feature of the source is a point on a ray; features
+that a still camera sees in the same direction are one point. `path_fit.py` finds the path of the camera and the points
+together.
 
 Where nothing tells the depths, the path is known up to its scale.
 """
