@@ -184,7 +184,10 @@ def write_tiny_world(root: str | Path, spec: WorldSpec) -> None:
             for number in range(1, count + 1):
                 folder = partial / split / LENS_FOLDER.format(focal=spec.focal_mm) / f"scene{number}"
                 roles = ROLES[split] if spec.furnished else Roles(())
-                _write_scene(folder, spec, make_scene(spec, split, number), roles)
+                scene = make_scene(spec, split, number)
+                _write_scene(folder, spec, scene, roles)
+                if roles.depths:
+                    _write_depths(folder, spec, scene, generator("depths", spec.seed, split, number))
         (partial / "world.json").write_text(json.dumps(dataclasses.asdict(spec), indent=1))
 
 
@@ -199,8 +202,6 @@ def _write_scene(folder: Path, spec: WorldSpec, scene: TinyScene, roles: Roles) 
             writer.writerow([f"{name}.mp4", caption(video)])
     if roles.posed:
         write_cameras(folder, films, scene.poses[: scene.films], scene.shots[: scene.films])
-    if roles.depths:
-        _write_depths(folder, spec, scene)
     if commands:
         write_cameras(folder / COMMANDS, commands, scene.poses[scene.films :], scene.shots[scene.films :])
     if commands and roles.views:
@@ -216,14 +217,13 @@ def _write_videos(folder: Path, spec: WorldSpec, scene: TinyScene, cameras: rang
         yield video
 
 
-def _write_depths(folder: Path, spec: WorldSpec, scene: TinyScene) -> None:
+def _write_depths(folder: Path, spec: WorldSpec, scene: TinyScene, draw: torch.Generator) -> None:
     """Write the films' depths, a map of half the size for every frame: 10 % too far and 5 % uneven, in patches."""
     size = spec.height // 2, spec.width // 2
     rays = pixel_rays(spec.intrinsics() / 2, *size)
     times = frame_times(spec.frames)
     for camera, path in enumerate(scene.poses[: scene.films].float()):
         (depth,) = trace(stack_rooms([scene.room] * spec.frames).at(times), path[:, None], rays).depth.movedim(1, 0)
-        draw = generator("depths", folder.name, camera)
         uneven = interpolate(torch.randn(1, 1, 4, 6, generator=draw), size, mode="bicubic")[0, 0]
         maps = 1.1 * depth.unflatten(1, size) * (0.05 * uneven).exp()
         file = depth_file(folder / "videos" / f"cam{camera + 1:02d}.mp4")

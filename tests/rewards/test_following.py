@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from flow_grpo.data.multicam import MultiCamDataset
-from flow_grpo.data.tiny_world import TINY_WORLDS, write_tiny_world
+from flow_grpo.data.tiny_world import FURNISHED, TINY_WORLDS, make_scene, render_views, write_tiny_world
 from flow_grpo.maths.pictures import blur
 from flow_grpo.maths.poses import rot_err, trans_err
+from flow_grpo.rewards.camera.anchors import PosedFrames
 from flow_grpo.rewards.camera.features import find_features
 from flow_grpo.rewards.camera.find_source import find_source
-from flow_grpo.rewards.camera.fixed_source import FixedSource
+from flow_grpo.rewards.camera.fixed_source import FixedSource, make_fixed_source
 from flow_grpo.rewards.camera.following import corresponding, to_follow
+from flow_grpo.rewards.camera.pnp import camera_matrix
 from flow_grpo.rewards.camera.pose import _facts
 from flow_grpo.rewards.frames import grey_frames
 
@@ -67,6 +69,21 @@ def test_what_does_not_show_the_source_is_not_located(clips, trick):
     }[trick]
     shares = [located(each, source, change(each.target_video))[0] for each, source in clips]
     assert np.mean(np.array(shares) < 0.5) > 0.8
+
+
+@pytest.mark.parametrize("kind", ["moving", "truck_right", "pedestal_up"])
+def test_a_source_whose_camera_moves_is_none(kind):
+    for number in range(3):
+        scene = make_scene(FURNISHED, "moves", number, (kind,))
+        (film,) = render_views(FURNISHED, [scene], [0])
+        unposed = PosedFrames(grey_frames(film, FRAMES), np.full((9, 4, 4), np.nan), tuple(FRAMES))
+        made = make_fixed_source(unposed, camera_matrix(FURNISHED.intrinsics().tolist()))
+        assert "its camera moves" in made.fault
+
+
+def test_a_darker_video_is_found_as_well(clips):
+    dark = np.array([located(each, source, 0.8 * each.target_video) for each, source in clips])
+    assert (dark[:, 0] == 1).all() and dark[:, 1].mean() < 0.08 and dark[:, 2].mean() < 0.9
 
 
 def test_nothing_is_followed_from_a_flat_picture():

@@ -17,7 +17,8 @@ from scipy.spatial.transform import Rotation
 
 from flow_grpo.rewards.camera.features import Floats
 
-COLUMNS, LEAST_UNIT = 416, 0.7  # a pixel of a picture 416 wide is the unit, at least so many pixels of its own
+COLUMNS = 416  # the unit of errors is a pixel of a picture so wide
+LEAST_UNIT = 0.7  # pixels: places in a picture under 292 wide are not known better
 OUTLYING = 3.0  # s beyond which an observation hardly counts; also how far an inlier may lie from its place
 BEHIND = 1e6  # the distance from its place of what lies behind the camera
 RIDGE = 1e-6  # of the mean curvature: what nothing holds, such as a frame without matches, or the world's place, stays
@@ -63,11 +64,6 @@ class Normal:
         return moved.reshape(-1, 6), -solved[:, :, -1] - solved[:, :, :-1] @ moved
 
 
-def unit_of(columns: float) -> float:
-    """Return the pixels of a picture so many columns wide in which places in it are known equally well."""
-    return max(columns / COLUMNS, LEAST_UNIT)
-
-
 class Bundle:
     """Cameras and points on the way to those that project best onto what was seen, every point anywhere.
 
@@ -81,17 +77,17 @@ class Bundle:
     def __init__(self, matches: Matches, camera: Floats, poses: Floats, places: Floats) -> None:
         self.matches, self.camera = matches, camera
         self.poses, self.places = poses.copy(), places.copy()
-        self.unit = unit_of(2 * camera[0, 2] + 1)  # the principal point lies in the middle
+        self.unit = max((2 * camera[0, 2] + 1) / COLUMNS, LEAST_UNIT)  # the principal point lies in the middle
         self.nearest = 0.0  # z from which a point is in front of a camera
 
     def run(self, scales: Sequence[float], steps: int) -> None:
-        """Take some Gauss-Newton steps at each scale s, in pixels of a picture 416 wide."""
+        """Take some Gauss-Newton steps at each scale s, in units."""
         for scale in scales:
             for _ in range(steps):
                 self._step(scale * self.unit)
 
     def errors(self) -> Floats:
-        """Return the distance (n,) of every observation from its place, in pixels of a picture 416 wide."""
+        """Return the distance (n,) of every observation from its place, in units."""
         inside, residual = self._project()
         return np.where(inside[:, 2] > self.nearest, np.linalg.norm(residual, axis=1) / self.unit, BEHIND)
 

@@ -19,7 +19,7 @@ from scipy.spatial import cKDTree
 from scipy.spatial.transform import Rotation
 
 from flow_grpo.rewards.camera.anchors import PosedFrames
-from flow_grpo.rewards.camera.bundle import Matches, unit_of
+from flow_grpo.rewards.camera.bundle import COLUMNS, Matches
 from flow_grpo.rewards.camera.features import Features, Floats
 from flow_grpo.rewards.camera.following import corresponding, to_follow
 from flow_grpo.rewards.camera.path_fit import Points, fit_path
@@ -70,7 +70,7 @@ def make_fixed_source(source: PosedFrames, camera: Floats, depth: Floats | None 
             the scene; None: not known.
     """
     features = tuple(to_follow(source[row].features) for row in range(len(source)))
-    unit = unit_of(source.pictures.shape[2])
+    unit = source.pictures.shape[2] / COLUMNS
     rays = [_rays(each.points, camera) for each in features]
     known = np.isfinite(source.poses).all()
     turns, near, exact = _turns(features, camera, unit / camera[0, 0], source.poses[:, :3, :3] if known else None)

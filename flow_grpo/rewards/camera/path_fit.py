@@ -30,13 +30,13 @@ from flow_grpo.rewards.camera.bundle import OUTLYING, Bundle, Matches, Normal
 from flow_grpo.rewards.camera.features import Floats
 from flow_grpo.rewards.camera.pnp import GATE
 
-SCALES = (12.0, 4.0, 1.5, 1.0)  # s, in pixels of a picture 416 wide
+SCALES = (12.0, 4.0, 1.5, 1.0)  # s, in units of `bundle.py`
 STEPS = 3  # of each
 DOUBTFUL = (2.0, 1.0), 5  # then, with all sums: s, and steps of each
 INLIER_SHARE = 0.3  # of a frame's matches; of 200 random ones 0.17 agree at most
 BEND_DEG, BEND_SHARE = 0.3, 0.005  # a frame to the next: of the rotation, and of the centre as a share of the depth
 LEAST_DEPTH = 1e-3  # of the usual depth: nearer points are behind the camera
-NOISE = 0.2  # of a feature's place, in pixels of a picture 416 wide
+NOISE = 0.2  # of a feature's place, likewise
 MOST_STRETCH = 2.0  # of log-depths
 
 
