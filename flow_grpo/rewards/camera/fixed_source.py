@@ -73,7 +73,7 @@ def make_fixed_source(source: PosedFrames, camera: Floats, depth: Floats | None 
     unit = source.pictures.shape[2] / COLUMNS
     rays = [_rays(each.points, camera) for each in features]
     known = np.isfinite(source.poses).all()
-    turns, near, exact = _turns(features, camera, unit / camera[0, 0], source.poses[:, :3, :3] if known else None)
+    turns, near, exact = _turns(features, rays, camera, unit, source.poses[:, :3, :3] if known else None)
     centre = source.poses[0, :3, 3] if known else np.zeros(3)
     fault, fewest = "", min(map(len, features))
     if fewest < FEWEST_FEATURES:
@@ -110,13 +110,14 @@ def _rays(points: Floats, camera: Floats) -> Floats:
 
 
 def _turns(
-    features: Sequence[Features], camera: Floats, pixel: float, known: Floats | None
+    features: Sequence[Features], rays: Sequence[Floats], camera: Floats, unit: float, known: Floats | None
 ) -> tuple[Floats, Floats, Floats]:
     """Return each frame's rotation to the world (F, 3, 3), the share of its matches near it, and of these exactly (F,).
 
-    A frame is compared with the first, where these share enough, else with the one before it. `pixel` is the angle of a
-    pixel of a picture 416 wide; `known` are the rotations where they need not be found.
+    A frame is compared with the first, where these share enough, else with the one before it. `unit` are the pixels
+    of one of a picture 416 wide; `known` are the rotations where they need not be found.
     """
+    pixel = unit / camera[0, 0]  # its angle
     found = [(np.eye(3) if known is None else known[0], 1.0, 1.0)]
     for row in range(1, len(features)):
         last = found[-1][0]
@@ -125,7 +126,7 @@ def _turns(
             mine, there = corresponding(features[row], features[other])
             if len(mine) < FEWEST_FEATURES:
                 continue
-            own, placed = _rays(features[row].points[mine], camera), _rays(there, camera) @ found[other][0].T
+            own, placed = rays[row][mine], _rays(there, camera) @ found[other][0].T
             tried = [last, _turn(own, placed, last, pixel)] if known is None else [known[row]]
             best = max((_explained(own, placed, turn, pixel) for turn in tried), key=lambda one: one[1] * one[2])
             break
