@@ -42,7 +42,7 @@ def test_all_ten_presets_are_followed(speed):
 
 
 def test_thin_things_near_the_camera_do_not_hide_it():
-    """Columns make narrow valleys: from guesses alone the mean error was 0.2 m."""
+    """Columns make narrow valleys: from guesses alone the mean error was 0.2 m, with rays on a square grid 0.015 m."""
     kinds = ("pan_left", "truck_right", "zoom_in", "arc_left", "push_right", "pull_up")
     scenes = [make_scene(FURNISHED, "columns", number, (kind,)) for number, kind in enumerate(kinds)]
     films = torch.cat([render_views(FURNISHED, [scene], [0]) for scene in scenes])
@@ -51,7 +51,8 @@ def test_thin_things_near_the_camera_do_not_hide_it():
     rooms = stack_rooms([scene.room for scene in scenes])
     found = room_path.estimate_path(films, make_viewpoints(rooms, starts, FURNISHED.intrinsics()))
     assert not found.lost.any()
-    assert trans_err(true, found.poses).mean() < 0.03 and rot_err(true, found.poses).rad2deg().max() < 2
+    degrees = rot_err(true, found.poses).rad2deg()
+    assert trans_err(true, found.poses).mean() < 0.007 and degrees.mean() < 0.15 and degrees.max() < 2
 
 
 def test_a_turn_is_told_from_a_shift_of_the_same_picture_displacement(tmp_path):

@@ -151,13 +151,29 @@ def make_view(viewpoints: Viewpoints, frames: Tensor, columns: int, supersample:
 
 
 def draw(view: View, poses: Tensor, supersample: int = 0) -> tuple[Tensor, Tensor]:
-    """Render M poses (N, M, 4, 4) of each frame; return colours (3, N, M, rows, columns) and mean inverse depths."""
-    supersample = supersample or view.supersample
-    rays = pixel_rays(view.viewpoints.intrinsics, *view.size, supersample)
-    colours, depth = render(view.viewpoints.rooms, poses, rays)
+    """Render M poses (N, M, 4, 4) of each frame; return colours (3, N, M, rows, columns) and mean inverse depths.
+
+    With `supersample` the rays lie on a square grid, as in the films; without it they are a fit's.
+    """
+    square = pixel_rays(view.viewpoints.intrinsics, *view.size, supersample or view.supersample)
+    colours, depth = render(view.viewpoints.rooms, poses, square if supersample else _apart(square, view))
     pixels = "(y i x j) -> ... y x"
-    sizes = {"y": view.size[0], "i": supersample, "j": supersample}
+    sizes = dict.fromkeys("ij", supersample or view.supersample) | {"y": view.size[0]}
     return reduce(colours, f"... {pixels}", "mean", **sizes), reduce(1 / depth, f"... {pixels}", "mean", **sizes)
+
+
+def _apart(rays: Tensor, view: View) -> Tensor:
+    """Return a pixel's rays (N, y i x j, 3) moved so that no two of them share a row or a column.
+
+    Walls and furniture stand upright: on a square grid all rays of a column cross such an edge at once, and the cost
+    has steps on which a fit ends.
+    """
+    count, (rows, columns) = view.supersample, view.size
+    step = ((torch.arange(count) + 0.5) / count - 0.5) / count  # pixels
+    across = repeat(step, "i -> (y i x j)", y=rows, x=columns, j=count)
+    down = repeat(step, "j -> (y i x j)", y=rows, i=count, x=columns)
+    moved = torch.stack([across, down], dim=-1) / view.viewpoints.intrinsics[:, None, :2]
+    return torch.cat([rays[..., :2] + moved, rays[..., 2:]], dim=-1)
 
 
 @dataclasses.dataclass(frozen=True)

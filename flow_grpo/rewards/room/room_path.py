@@ -24,7 +24,7 @@ from flow_grpo.rewards.room import room_fit
 from flow_grpo.rewards.room.room_fit import RoomPoses, Viewpoints
 from flow_grpo.runtime.lru import LruCache
 
-SIZES = ((12, 2), (24, 3), (48, 2))  # of coarse, fine and finest pictures: columns, at most, rays per pixel and axis
+SIZES = ((12, 3), (24, 3), (48, 3))  # of coarse, fine and finest pictures: columns, at most, rays per pixel and axis
 GUESSES = 1024
 REACH = (20.0, 45.0, 2.3, 1.2, 2.4)  # of the guesses: degrees of pitch and yaw, metres right, down, forward
 STARTS = 6  # guesses of a frame that are refined

@@ -20,7 +20,7 @@ from flow_grpo.rewards.results import scored_rows
 from flow_grpo.rewards.room import room_fit
 from flow_grpo.rewards.room.room_fit import RoomPoses, Viewpoints
 
-SIZES = ((12, 2), (24, 3), (48, 2))  # of coarse, middle and fine pictures: columns, at most, rays per pixel and axis
+SIZES = ((12, 3), (24, 3), (48, 3))  # of coarse, middle and fine pictures: columns, at most, rays per pixel and axis
 STARTS = 4  # initial poses of a frame that are refined
 GUESS_YAW = (-30.0, -20.0, -10.0, 0.0, 10.0, 20.0, 30.0)  # degrees; more than any preset of the tiny world turns
 GUESS_PITCH = (-14.0, -7.0, 0.0, 7.0, 14.0)
