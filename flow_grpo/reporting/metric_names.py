@@ -69,7 +69,8 @@ class Metric:
         return re.compile("".join(PLACEHOLDERS.get(part) or re.escape(part) for part in parts))
 
 
-_REWARD = (
+# The first whose pattern fits a name is its metric.
+METRICS: tuple[Metric, ...] = (
     Metric("reward/mean", "weighted sum of the rewards; of several it adds unlike units: look at each reward's mean"),
     Metric("reward/std", "standard deviation of the weighted sum over all samples"),
     Metric("reward/group_std", "standard deviation of the weighted sum within a group, mean over groups"),
@@ -115,182 +116,6 @@ _REWARD = (
         (0.0, 0.9),
         "the threshold is out of reach and the reward teaches nothing: look at the mean of the deciding reward",
     ),
-)
-# What the rewards of flow_grpo/rewards measure beside their value.
-MEASURES = (
-    Metric("<where>/<reward>_rot_deg", "camera's rotation error, mean over frames, a lost one at the cap", "degrees"),
-    Metric("<where>/<reward>_dir_deg", "angle between found and commanded path, whatever their lengths", "degrees"),
-    Metric("<where>/<reward>_trans_m", "distance from the commanded camera, mean over frames, capped", "m"),
-    Metric("<where>/<reward>_rot_err_deg", "camera's rotation error, mean over all frames", "degrees"),
-    Metric("<where>/<reward>_trans_err_m", "distance from the commanded camera, mean over all frames", "m"),
-    Metric(
-        "<where>/<reward>_valid_frames",
-        "frames whose camera could be found",
-        "share",
-        (0.9, 1.0),
-        "frames no longer show the source's scene: a larger weight of `source_match`, or a lower `train.learning_rate`",
-    ),
-    Metric(
-        "<where>/<reward>_unregistered",
-        "videos most of whose frames could not be located",
-        "share",
-        (0.0, 0.1),
-        "as for `<where>/<reward>_valid_frames`",
-    ),
-    Metric("<where>/<reward>_located", "frames that a view of the room explains", "share"),
-    Metric("<where>/<reward>_residual", "rms colour error that the best camera poses leave, colours in 0..1"),
-    Metric("<where>/<reward>_disp_px", "distance from the true view, in a picture 832 wide, capped", "pixels"),
-    Metric("<where>/<reward>_matched_frames", "frames with features of the true view", "share"),
-    Metric("<where>/<reward>_shake_deg", "unsteadiness of the camera's rotation beyond the command", "degrees a step"),
-    Metric("<where>/<reward>_shake_m", "unsteadiness of the camera's path beyond the command", "m a step"),
-    Metric("<where>/<reward>_found_path_psnr_db", "PSNR to the room from the cameras found", "dB"),
-    Metric("<where>/<reward>_camera_travel", "mean distance of the cameras found from the first view", "m"),
-    Metric("<where>/<reward>_psnr_db", "peak signal-to-noise ratio to the true view", "dB"),
-    Metric("<where>/<reward>_ssim", "structural similarity to the true view, 1 at most"),
-    Metric("<where>/<reward>_displacement", "shift from the true view, in picture widths"),
-    Metric("<where>/<reward>_mismatch", "colour variance of the true view that no shift explains", "share"),
-    Metric("<where>/<reward>_motion", "colour change between neighbouring frames, colours in 0..1"),
-    Metric("<where>/<reward>_edges", "colour difference of neighbouring pixels, colours in 0..1"),
-    Metric("<where>/<reward>_new", "colour distance of the video's patches to the source's: content that is new"),
-    Metric("<where>/<reward>_lost", "colour distance of the source's patches to the video's: content that is lost"),
-    Metric("<where>/<reward>_clipped", "clipped colours beyond those of the source and the true view", "share"),
-    Metric("<where>/<reward>_luma", "mean brightness outside the range of the source and the true view"),
-    Metric("<where>/<reward>_saturation", "mean saturation outside the range of the source and the true view"),
-    Metric("<where>/<reward>_grid", "amplitude of a grid of 8 or 16 pixels beyond that of the references"),
-    Metric("<where>/<reward>_flicker", "flicker of the brightness beyond that of the references"),
-)
-_BY_CAMERA = (
-    Metric("reward_by_camera/<camera>/<reward>_valid", "samples of that kind with a value", "share"),
-    Metric("reward_by_camera/<camera>/<reward>", "mean over samples of that kind, the epoch's first round"),
-)
-_POLICY = (
-    Metric(
-        "policy/ratio_first_max_abs_log",
-        "largest distance between the rollout's log-probability and the update's own, before the first update",
-        "nats per latent element",
-        (0.0, 1e-4),
-        "above a tenth of `train.clip_range` rollout and update disagree: stop, run `tools/doctor.py`",
-    ),
-    Metric(
-        "policy/ratio_after_max_abs_log",
-        "largest log-ratio of the first micro-batch after the last update, before evaluations or with `debug`; exactly "
-        "0 means that nothing was learned",
-        "nats per latent element",
-    ),
-    Metric("policy/ratio_mean", "probability ratio of the updated policy to that which sampled, mean of the epoch"),
-    Metric("policy/ratio_min", "smallest probability ratio of the epoch"),
-    Metric("policy/ratio_max", "largest probability ratio of the epoch"),
-    Metric("policy/ratio_p<percent>", "percentile of the probability ratio over the epoch's updates and samples"),
-    Metric(
-        "policy/clip_fraction",
-        "samples whose ratio was clipped; 0 with one update per epoch",
-        "share",
-        (0.0, 0.5),
-        "updates are too large: halve `train.learning_rate`, else fewer `train.updates_per_epoch`, else a larger "
-        "`train.clip_range`; above 0 with one update per epoch: rollout and update disagree",
-    ),
-    Metric(
-        "policy/approx_kl",
-        "KL of the policy that sampled to the updated one, mean of log p_old - log p_new; 0 with one update per epoch",
-        "nats per latent element",
-    ),
-    Metric("policy/kl", "KL to the starting policy; 0 while `train.kl_coef` is 0", "nats per latent element"),
-    Metric(
-        "policy/credit_share",
-        "of a reward's variance within a group, the part that recorded noise caused and the update can credit; the "
-        "least of any reward with a weight",
-        "share",
-        (0.2, 1.0),
-        "the rest is luck of the initial noise: `sample.same_initial_noise`, see [learning.md](learning.md)",
-    ),
-    Metric(
-        "policy/spread_over_floor",
-        "spread of a reward within a group over its noise floor; the least of any reward with a weight",
-        "",
-        (LEAST_SPREAD, math.inf),
-        "below 1 that reward's copies differ by less than its own error: more `sample.noise_level`, see "
-        "[learning.md](learning.md)",
-    ),
-)
-_TRAIN = (
-    Metric(
-        "train/loss",
-        "clipped policy term + `train.kl_coef` x KL per latent element, mean over optimizer steps, without the factor "
-        "sqrt(elements) that its gradient has",
-    ),
-    Metric("train/grad_norm", "norm of the gradient, mean over optimizer steps; steady in a healthy run"),
-    Metric("train/grad_norm_max", "largest norm of an epoch", advice="spikes: lower `train.learning_rate`"),
-    Metric(
-        "train/grad_clipped",
-        "optimizer steps whose gradient was clipped, by `train.max_grad_ratio` or `train.max_grad_norm`",
-        "share",
-        (0.0, 0.5),
-        "norms spread widely: take more samples per step or lower `train.learning_rate`",
-    ),
-    Metric("train/updates", "optimizer steps taken", "count"),
-    Metric(
-        "train/skipped_updates",
-        "optimizer steps skipped because no sample had weight",
-        "count",
-        (0.0, 0.0),
-        "all groups were flat: [dynamic_sampling.md](dynamic_sampling.md), last paragraph",
-    ),
-    Metric(
-        "train/bad_steps",
-        "optimizer steps skipped for a NaN or infinity",
-        "count",
-        (0.0, 0.0),
-        "more than `train.max_bad_steps` in a row stop the run: lower `train.learning_rate` or `sample.noise_level`, "
-        "or compute in fp32",
-    ),
-    Metric("train/learning_rate", "of the latest optimizer step"),
-    Metric("train/camera_learning_rate", "of the camera's layers, with `train.camera_learning_rate`"),
-    Metric(
-        "train/zero_std_ratio",
-        "flat groups in what was trained on",
-        "share",
-        (0.0, 0.5),
-        "most groups teach nothing: [dynamic_sampling.md](dynamic_sampling.md), last paragraph",
-    ),
-)
-_DYN = (
-    Metric("dyn/flat_groups", "flat groups of the first round: their copies score alike", "count"),
-    Metric(
-        "dyn/incomplete_groups",
-        "groups of the first round with a copy without any reward, or a reward with fewer than two values",
-        "count",
-        (0.0, 0.0),
-        "look at `reward/<reward>_valid`",
-    ),
-    Metric(
-        "dyn/valid_groups_ratio_initial",
-        "groups of the first round that are neither flat nor incomplete",
-        "share",
-        (0.5, 1.0),
-        "[dynamic_sampling.md](dynamic_sampling.md), last paragraph",
-    ),
-    Metric("dyn/resample_rounds", "extra rounds of the epoch; each samples as much as the first", "count"),
-    Metric("dyn/pool_samples", "samples in valid groups at the end", "count"),
-    Metric("dyn/shortage", "samples that are still missing", "count"),
-    Metric("dyn/fallback", "1 when `dynamic_sampling.policy` had to decide"),
-    Metric(
-        "dyn/fallback_rate",
-        "epochs of the last 20 in which `dynamic_sampling.policy` had to decide",
-        "share",
-        (0.0, 0.2),
-        "raise `sample.k` or `sample.noise_level`, or drop conditions that are all easy or all hopeless",
-    ),
-    Metric("dyn/discarded_valid", "valid samples not trained on", "count"),
-    Metric("dyn/padded_samples", "samples trained on that are repetitions or carry no signal", "count"),
-    Metric("dyn/moved_samples", "samples sent to another rank, alone or in whole groups: only the surplus", "count"),
-    Metric("dyn/moved_bytes", "size of the samples sent to another rank", "bytes"),
-    Metric("dyn/reward_mean_before", "mean weighted sum of rewards of the first round"),
-    Metric(
-        "dyn/reward_mean_after", "mean weighted sum of rewards of what was trained on; compare runs by `reward/mean`"
-    ),
-    Metric("dyn/time", "what the extra rounds and the choice took", "s"),
-)
-_EVAL = (
     Metric(
         "eval/rot_err_deg",
         "camera's rotation error by the estimator that no reward uses (`eval.gold`); falls",
@@ -347,8 +172,170 @@ _EVAL = (
         "[reward_hacking.md](reward_hacking.md); `train.stop_if` ends the run",
     ),
     Metric("eval/<name>_valid", "conditions that have a value, recorded where some have none", "share", (0.9, 1.0)),
-)
-_EVAL_OTHERS = (
+    # What the rewards of flow_grpo/rewards measure beside their value.
+    Metric("<where>/<reward>_rot_deg", "camera's rotation error, mean over frames, a lost one at the cap", "degrees"),
+    Metric("<where>/<reward>_dir_deg", "angle between found and commanded path, whatever their lengths", "degrees"),
+    Metric("<where>/<reward>_trans_m", "distance from the commanded camera, mean over frames, capped", "m"),
+    Metric("<where>/<reward>_rot_err_deg", "camera's rotation error, mean over all frames", "degrees"),
+    Metric("<where>/<reward>_trans_err_m", "distance from the commanded camera, mean over all frames", "m"),
+    Metric(
+        "<where>/<reward>_valid_frames",
+        "frames whose camera could be found",
+        "share",
+        (0.9, 1.0),
+        "frames no longer show the source's scene: a larger weight of `source_match`, or a lower `train.learning_rate`",
+    ),
+    Metric(
+        "<where>/<reward>_unregistered",
+        "videos most of whose frames could not be located",
+        "share",
+        (0.0, 0.1),
+        "as for `<where>/<reward>_valid_frames`",
+    ),
+    Metric("<where>/<reward>_located", "frames that a view of the room explains", "share"),
+    Metric("<where>/<reward>_residual", "rms colour error that the best camera poses leave, colours in 0..1"),
+    Metric("<where>/<reward>_disp_px", "distance from the true view, in a picture 832 wide, capped", "pixels"),
+    Metric("<where>/<reward>_matched_frames", "frames with features of the true view", "share"),
+    Metric("<where>/<reward>_shake_deg", "unsteadiness of the camera's rotation beyond the command", "degrees a step"),
+    Metric("<where>/<reward>_shake_m", "unsteadiness of the camera's path beyond the command", "m a step"),
+    Metric("<where>/<reward>_found_path_psnr_db", "PSNR to the room from the cameras found", "dB"),
+    Metric("<where>/<reward>_camera_travel", "mean distance of the cameras found from the first view", "m"),
+    Metric("<where>/<reward>_psnr_db", "peak signal-to-noise ratio to the true view", "dB"),
+    Metric("<where>/<reward>_ssim", "structural similarity to the true view, 1 at most"),
+    Metric("<where>/<reward>_displacement", "shift from the true view, in picture widths"),
+    Metric("<where>/<reward>_mismatch", "colour variance of the true view that no shift explains", "share"),
+    Metric("<where>/<reward>_motion", "colour change between neighbouring frames, colours in 0..1"),
+    Metric("<where>/<reward>_edges", "colour difference of neighbouring pixels, colours in 0..1"),
+    Metric("<where>/<reward>_new", "colour distance of the video's patches to the source's: content that is new"),
+    Metric("<where>/<reward>_lost", "colour distance of the source's patches to the video's: content that is lost"),
+    Metric("<where>/<reward>_clipped", "clipped colours beyond those of the source and the true view", "share"),
+    Metric("<where>/<reward>_luma", "mean brightness outside the range of the source and the true view"),
+    Metric("<where>/<reward>_saturation", "mean saturation outside the range of the source and the true view"),
+    Metric("<where>/<reward>_grid", "amplitude of a grid of 8 or 16 pixels beyond that of the references"),
+    Metric("<where>/<reward>_flicker", "flicker of the brightness beyond that of the references"),
+    Metric("reward_by_camera/<camera>/<reward>_valid", "samples of that kind with a value", "share"),
+    Metric("reward_by_camera/<camera>/<reward>", "mean over samples of that kind, the epoch's first round"),
+    Metric(
+        "policy/ratio_first_max_abs_log",
+        "largest distance between the rollout's log-probability and the update's own, before the first update",
+        "nats per latent element",
+        (0.0, 1e-4),
+        "above a tenth of `train.clip_range` rollout and update disagree: stop, run `tools/doctor.py`",
+    ),
+    Metric(
+        "policy/ratio_after_max_abs_log",
+        "largest log-ratio of the first micro-batch after the last update, before evaluations or with `debug`; exactly "
+        "0 means that nothing was learned",
+        "nats per latent element",
+    ),
+    Metric("policy/ratio_mean", "probability ratio of the updated policy to that which sampled, mean of the epoch"),
+    Metric("policy/ratio_min", "smallest probability ratio of the epoch"),
+    Metric("policy/ratio_max", "largest probability ratio of the epoch"),
+    Metric("policy/ratio_p<percent>", "percentile of the probability ratio over the epoch's updates and samples"),
+    Metric(
+        "policy/clip_fraction",
+        "samples whose ratio was clipped; 0 with one update per epoch",
+        "share",
+        (0.0, 0.5),
+        "updates are too large: halve `train.learning_rate`, else fewer `train.updates_per_epoch`, else a larger "
+        "`train.clip_range`; above 0 with one update per epoch: rollout and update disagree",
+    ),
+    Metric(
+        "policy/approx_kl",
+        "KL of the policy that sampled to the updated one, mean of log p_old - log p_new; 0 with one update per epoch",
+        "nats per latent element",
+    ),
+    Metric("policy/kl", "KL to the starting policy; 0 while `train.kl_coef` is 0", "nats per latent element"),
+    Metric(
+        "policy/credit_share",
+        "of a reward's variance within a group, the part that recorded noise caused and the update can credit; the "
+        "least of any reward with a weight",
+        "share",
+        (0.2, 1.0),
+        "the rest is luck of the initial noise: `sample.same_initial_noise`, see [learning.md](learning.md)",
+    ),
+    Metric(
+        "policy/spread_over_floor",
+        "spread of a reward within a group over its noise floor; the least of any reward with a weight",
+        "",
+        (LEAST_SPREAD, math.inf),
+        "below 1 that reward's copies differ by less than its own error: more `sample.noise_level`, see "
+        "[learning.md](learning.md)",
+    ),
+    Metric(
+        "train/loss",
+        "clipped policy term + `train.kl_coef` x KL per latent element, mean over optimizer steps, without the factor "
+        "sqrt(elements) that its gradient has",
+    ),
+    Metric("train/grad_norm", "norm of the gradient, mean over optimizer steps; steady in a healthy run"),
+    Metric("train/grad_norm_max", "largest norm of an epoch", advice="spikes: lower `train.learning_rate`"),
+    Metric(
+        "train/grad_clipped",
+        "optimizer steps whose gradient was clipped, by `train.max_grad_ratio` or `train.max_grad_norm`",
+        "share",
+        (0.0, 0.5),
+        "norms spread widely: take more samples per step or lower `train.learning_rate`",
+    ),
+    Metric("train/updates", "optimizer steps taken", "count"),
+    Metric(
+        "train/skipped_updates",
+        "optimizer steps skipped because no sample had weight",
+        "count",
+        (0.0, 0.0),
+        "all groups were flat: [dynamic_sampling.md](dynamic_sampling.md), last paragraph",
+    ),
+    Metric(
+        "train/bad_steps",
+        "optimizer steps skipped for a NaN or infinity",
+        "count",
+        (0.0, 0.0),
+        "more than `train.max_bad_steps` in a row stop the run: lower `train.learning_rate` or `sample.noise_level`, "
+        "or compute in fp32",
+    ),
+    Metric("train/learning_rate", "of the latest optimizer step"),
+    Metric("train/camera_learning_rate", "of the camera's layers, with `train.camera_learning_rate`"),
+    Metric(
+        "train/zero_std_ratio",
+        "flat groups in what was trained on",
+        "share",
+        (0.0, 0.5),
+        "most groups teach nothing: [dynamic_sampling.md](dynamic_sampling.md), last paragraph",
+    ),
+    Metric("dyn/flat_groups", "flat groups of the first round: their copies score alike", "count"),
+    Metric(
+        "dyn/incomplete_groups",
+        "groups of the first round with a copy without any reward, or a reward with fewer than two values",
+        "count",
+        (0.0, 0.0),
+        "look at `reward/<reward>_valid`",
+    ),
+    Metric(
+        "dyn/valid_groups_ratio_initial",
+        "groups of the first round that are neither flat nor incomplete",
+        "share",
+        (0.5, 1.0),
+        "[dynamic_sampling.md](dynamic_sampling.md), last paragraph",
+    ),
+    Metric("dyn/resample_rounds", "extra rounds of the epoch; each samples as much as the first", "count"),
+    Metric("dyn/pool_samples", "samples in valid groups at the end", "count"),
+    Metric("dyn/shortage", "samples that are still missing", "count"),
+    Metric("dyn/fallback", "1 when `dynamic_sampling.policy` had to decide"),
+    Metric(
+        "dyn/fallback_rate",
+        "epochs of the last 20 in which `dynamic_sampling.policy` had to decide",
+        "share",
+        (0.0, 0.2),
+        "raise `sample.k` or `sample.noise_level`, or drop conditions that are all easy or all hopeless",
+    ),
+    Metric("dyn/discarded_valid", "valid samples not trained on", "count"),
+    Metric("dyn/padded_samples", "samples trained on that are repetitions or carry no signal", "count"),
+    Metric("dyn/moved_samples", "samples sent to another rank, alone or in whole groups: only the surplus", "count"),
+    Metric("dyn/moved_bytes", "size of the samples sent to another rank", "bytes"),
+    Metric("dyn/reward_mean_before", "mean weighted sum of rewards of the first round"),
+    Metric(
+        "dyn/reward_mean_after", "mean weighted sum of rewards of what was trained on; compare runs by `reward/mean`"
+    ),
+    Metric("dyn/time", "what the extra rounds and the choice took", "s"),
     Metric("tail/<reward>_low", "the 5 % bound of `tail/<reward>`"),
     Metric(
         "tail/<reward>",
@@ -365,8 +352,6 @@ _EVAL_OTHERS = (
     Metric("eval_change/<name>", "mean change since before training, paired by condition, in the unit of `eval/`"),
     Metric("eval_floor/<name>", "what the gold estimator finds on perfect videos, in the unit of `eval/`"),
     Metric("eval_by_camera/<camera>/<name>", "mean over the held-out conditions of that kind, in the unit of `eval/`"),
-)
-_SERVER = (
     Metric("server/<reward>_calls", "requests of the epoch, over all ranks, evaluations excluded", "count"),
     Metric(
         "server/<reward>_failures",
@@ -376,8 +361,6 @@ _SERVER = (
         "the console says why: [remote_rewards.md](remote_rewards.md)",
     ),
     Metric("server/<reward>_p<percent>_s", "percentile of the time of a request, as the slowest rank saw it", "s"),
-)
-_TIME = (
     Metric("time/epoch_s", "an epoch in all", "s"),
     Metric("time/start_s", "imports, set-up, building and the fast doctor: all before the first evaluation", "s"),
     Metric("time/evaluation_s", "an evaluation", "s"),
@@ -399,8 +382,6 @@ _TIME = (
         "for what is in none; they add up to the epoch's",
         "s",
     ),
-)
-_SYSTEM = (
     Metric("system/samples_per_s", "samples made in an epoch, extra rounds included, over its seconds", "1/s"),
     Metric("system/forward_equivalents", "transformer work so far, a forward of one sample is 1", "forwards"),
     Metric("system/forward_equivalents_per_sample", "transformer work of the epoch by sample", "forwards"),
@@ -416,14 +397,9 @@ _SYSTEM = (
         "`control` (ids, rewards, errors)",
         "GiB",
     ),
-)
-_ANY = (  # last: what a reward or a server of the user's own measures, and the value of a reward in evaluations
+    # Last: what a reward or a server of the user's own measures, and the value of a reward in evaluations.
     Metric("reward/<reward>_<name>", "what a reward measures beside its value, mean over samples"),
     Metric("eval/<name>", "a reward, or what it measures beside its value, mean over the conditions that have one"),
-)
-METRICS: tuple[Metric, ...] = (
-    *(*_REWARD, *_EVAL, *MEASURES, *_BY_CAMERA, *_POLICY, *_TRAIN, *_DYN, *_EVAL_OTHERS, *_SERVER, *_TIME, *_SYSTEM),
-    *_ANY,
 )
 INTRODUCTION = """\
 # All metrics
