@@ -91,13 +91,12 @@ class Tracker:
     def log_file(self, name: str, path: Path, make: Callable[[], object], caption: str, step: int) -> None:
         """Write a video (.mp4) or picture (.png) and show it in the trackers; `make` writes it, behind training."""
         _check_names([name])
-        video = path.suffix == ".mp4"
 
         def work() -> None:
             make()
-            self._to_sinks(lambda sink: (sink.video if video else sink.image)(name, path, caption, step))
+            self._to_sinks(lambda sink: sink.show(name, path, caption, step))
 
-        self.later("videos" if video else path.name, work)
+        self.later("videos" if path.suffix == ".mp4" else path.name, work)
 
     def later(self, what: str, piece: Callable[[], object]) -> None:
         """Do something behind training, in the order of calls; `what` names it in warnings."""

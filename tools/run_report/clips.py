@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import itertools
+import operator
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from tools.run_folder import VIDEOS, IndexedVideo, Run
 from tools.run_report.words import number, pair
 
 KINDS = {"best": "improved most", "worst": "improved least", "eval": "held-out condition"}
+_of = operator.attrgetter("condition", "scene", "camera")
 MOST_BYTES = 20_000_000  # of all videos of a page: 27 MB in base64
 
 
@@ -58,10 +61,9 @@ def choose(run: Run, most_bytes: int = MOST_BYTES) -> tuple[list[PageVideo], lis
             continue
         try:
             clips.append(_clip(video, file))
+            most_bytes -= size
         except (OSError, av.FFmpegError, IndexError):
             broken += 1
-            continue
-        most_bytes -= size
     without = []
     if left_out:
         without.append(
@@ -80,16 +82,9 @@ def _wanted(videos: Sequence[IndexedVideo]) -> list[IndexedVideo]:
         last = max((video.step for video in own), default=0)
         # A resumed run may have written a step twice: the later line counts.
         latest[kind] = list({video.file: video for video in own if video.step == last}.values())
-    extremes = max(len(latest["best"]), len(latest["worst"]))
-    in_turn = [
-        video for rank in range(extremes) for kind in ("best", "worst") for video in latest[kind][rank : rank + 1]
-    ]
+    in_turn = [video for pair in itertools.zip_longest(latest["best"], latest["worst"]) for video in pair if video]
     shown = {_of(video) for video in in_turn}
     return [*in_turn, *(video for video in latest["eval"] if _of(video) not in shown)]
-
-
-def _of(video: IndexedVideo) -> tuple[object, ...]:
-    return video.condition, video.scene, video.camera
 
 
 def _clip(video: IndexedVideo, file: Path) -> PageVideo:

@@ -38,15 +38,11 @@ class Sink(Protocol):
         """Log numbers, NaN included, by `group/name`."""
         ...
 
-    def video(self, name: str, path: Path, caption: str, step: int) -> None:
-        """Show an mp4 file."""
+    def show(self, name: str, path: Path, caption: str, step: int) -> None:
+        """Show a file: a video (.mp4) or a picture (.png)."""
         ...
 
-    def image(self, name: str, path: Path, caption: str, step: int) -> None:
-        """Show a PNG file."""
-        ...
-
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
+    def table(self, name: str, columns: list[str], rows: list[list[object]], step: int) -> None:
         """Show a table."""
         ...
 

@@ -42,13 +42,12 @@ class Swanlab:
         """Log numbers."""
         self._run.log(dict(metrics), step=step)
 
-    def video(self, name: str, path: Path, caption: str, step: int) -> None:
-        """Show a GIF."""
-        self._run.log_video(key=name, data=as_gif(path), caption=caption, step=step)
-
-    def image(self, name: str, path: Path, caption: str, step: int) -> None:
-        """Show the file."""
-        self._run.log_image(key=name, data=str(path), caption=caption, step=step)
+    def show(self, name: str, path: Path, caption: str, step: int) -> None:
+        """Show a video as a GIF, a picture as it is."""
+        if path.suffix == ".mp4":
+            self._run.log_video(key=name, data=as_gif(path), caption=caption, step=step)
+        else:
+            self._run.log_image(key=name, data=str(path), caption=caption, step=step)
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
         """Show Markdown."""

@@ -32,13 +32,15 @@ class Tensorboard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def video(self, name: str, path: Path, caption: str, step: int) -> None:
-        """Show a GIF, the caption as text of its own."""
-        self._show(name, as_gif(path), caption, step)
+    def show(self, name: str, path: Path, caption: str, step: int) -> None:
+        """Show a video as a GIF, a picture as it is, the caption as text of its own."""
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
-    def image(self, name: str, path: Path, caption: str, step: int) -> None:
-        """Show the file as it is, the caption as text of its own."""
-        self._show(name, path.read_bytes(), caption, step)
+        encoded = as_gif(path) if path.suffix == ".mp4" else path.read_bytes()
+        width, height = Image.open(io.BytesIO(encoded)).size
+        picture = Summary.Image(encoded_image_string=encoded, width=width, height=height, colorspace=3)
+        self._writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=name, image=picture)]), step)
+        self._writer.add_text(f"{name}/caption", caption, step)
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
         """Show Markdown."""
@@ -47,11 +49,3 @@ class Tensorboard:
     def close(self) -> None:
         """Close the event file."""
         self._writer.close()
-
-    def _show(self, name: str, encoded: bytes, caption: str, step: int) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-
-        width, height = Image.open(io.BytesIO(encoded)).size
-        picture = Summary.Image(encoded_image_string=encoded, width=width, height=height, colorspace=3)
-        self._writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=name, image=picture)]), step)
-        self._writer.add_text(f"{name}/caption", caption, step)

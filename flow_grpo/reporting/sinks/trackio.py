@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +33,14 @@ class Trackio:
         """Log numbers."""
         self._run.log(dict(metrics), step=step)
 
-    def video(self, name: str, path: Path, caption: str, step: int) -> None:
-        """Show the mp4."""
-        self._run.log({name: self._library.Video(path, caption=caption)}, step=step)
-
-    def image(self, name: str, path: Path, caption: str, step: int) -> None:
+    def show(self, name: str, path: Path, caption: str, step: int) -> None:
         """Show the file."""
-        self._run.log({name: self._library.Image(path, caption=caption)}, step=step)
+        kind = self._library.Video if path.suffix == ".mp4" else self._library.Image
+        self._run.log({name: kind(path, caption=caption)}, step=step)
 
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
+    def table(self, name: str, columns: list[str], rows: list[list[object]], step: int) -> None:
         """Show a table."""
-        data = [list(row) for row in rows]
-        self._run.log({name: self._library.Table(columns=list(columns), data=data)}, step=step)
+        self._run.log({name: self._library.Table(columns=columns, data=rows)}, step=step)
 
     def close(self) -> None:
         """Write what is left."""

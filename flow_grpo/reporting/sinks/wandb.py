@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import netrc
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -48,26 +48,22 @@ class Wandb:
                 self._run.define_metric(name, step_metric=axis_of(name), summary=summary)
         self._run.log({**metrics, **dict.fromkeys(map(axis_of, metrics), step)})
 
-    def video(self, name: str, path: Path, caption: str, step: int) -> None:
-        """Show the mp4."""
-        self._show(name, self._library.Video(str(path), caption=caption, format="mp4"), step)
-
-    def image(self, name: str, path: Path, caption: str, step: int) -> None:
+    def show(self, name: str, path: Path, caption: str, step: int) -> None:
         """Show the file."""
-        self._show(name, self._library.Image(str(path), caption=caption), step)
+        if path.suffix == ".mp4":
+            media = self._library.Video(str(path), caption=caption, format="mp4")
+        else:
+            media = self._library.Image(str(path), caption=caption)
+        self._run.log({name: media, axis_of(name): step})
 
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
+    def table(self, name: str, columns: list[str], rows: list[list[object]], step: int) -> None:
         """Show a table that can be sorted and filtered."""
-        data = [list(row) for row in rows]
-        table = self._library.Table(columns=list(columns), data=data, allow_mixed_types=True)  # numbers, or empty
-        self._show(name, table, step)
+        table = self._library.Table(columns=columns, data=rows, allow_mixed_types=True)  # numbers, or empty
+        self._run.log({name: table, axis_of(name): step})
 
     def close(self) -> None:
         """Upload what is left."""
         self._run.finish()
-
-    def _show(self, name: str, media: object, step: int) -> None:
-        self._run.log({name: media, axis_of(name): step})
 
 
 def axis_of(name: str) -> str:
