@@ -43,7 +43,6 @@ class Start:
     python: str = ""
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     epoch: int = 0
-    checkpoint: str = ""
     go_on: str = ""  # the command that goes on with the run
     ended_by: str = ""  # max_minutes, a signal, an error; "" while it runs, and where it was killed
 

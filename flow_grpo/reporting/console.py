@@ -91,10 +91,10 @@ class Progress:
         self._world.report_progress()
         self._bars.advance(self._rollouts, count)
 
-    def update(self, count: int = 1) -> None:
-        """Count finished micro-batches of the update."""
+    def update(self) -> None:
+        """Count a finished micro-batch of the update."""
         self._world.report_progress()
-        self._bars.advance(self._updates, count)
+        self._bars.advance(self._updates)
 
     def finish_epoch(self, metrics: Mapping[str, float]) -> None:
         """Print the epoch's line: rewards, the available headline metrics, its duration and the time left."""

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
+from flow_grpo.settings.checks import trained_rewards
 from tools.common import markdown_table
 from tools.run_folder import Run
-from tools.run_report.held_out import held_out, judged, rewards, verdict_word
+from tools.run_report.held_out import held_out, judged, verdict_word
 from tools.run_report.words import duration, number, pair, percent, span
 from tools.run_report.work import device, largest, seconds_of, typical, versions
 
@@ -33,7 +34,7 @@ def record(run: Run) -> dict[str, Any]:
         "epochs": run.finished,
         "optimizer_steps": round(sum(run.values("train/updates"))),
         "epoch_seconds": _known(seconds_of(run)),
-        "rewards": {name: ends(f"reward/{name}_mean") for name in rewards(run)},
+        "rewards": {name: ends(f"reward/{name}_mean") for name in trained_rewards(run.config)},
         "held_out": {
             name: {
                 "before": _known(changes[name].before),

@@ -14,8 +14,9 @@ from flow_grpo.reporting.drawing.path_plots import small_paths
 from flow_grpo.reporting.drawing.plots import EpochPlot, draw_panel, panel_of_metric, panels_of_run
 from flow_grpo.reporting.drawing.style import as_svg, new_figure, styled
 from flow_grpo.reporting.metric_names import HEALTH
+from flow_grpo.settings.checks import trained_rewards
 from tools.run_folder import Paths, Run
-from tools.run_report.held_out import Change, deciding, direction, judged, rewards
+from tools.run_report.held_out import Change, deciding, direction, judged
 
 SIZE = 3.4, 2.4  # inches of a plot: at the width of a phone its letters are still legible
 
@@ -30,7 +31,7 @@ def curves(runs: Sequence[Run], alike: Sequence[Run]) -> list[tuple[EpochPlot, M
         panels = list(itertools.chain(*panels_of_run(runs[0].rows, judge, functools.partial(deciding, runs[0]))))
     else:
         names = [name for run in alike for name in judged(run)]
-        names += [f"reward/{name}_mean" for run in alike for name in rewards(run)]
+        names += [f"reward/{name}_mean" for run in alike for name in trained_rewards(run.config)]
         known = [run.rows if run in alike else {} for run in runs]  # in its place, which says its colour
         panels = [panel_of_metric(known, name, judge) for name in dict.fromkeys(names)]
         panels += [panel_of_metric([run.rows for run in runs], name, judge) for name in HEALTH]

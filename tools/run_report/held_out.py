@@ -52,10 +52,6 @@ TRAINED = "trained rewards, and what equals them"
 GROUPS = (CAMERA, PICTURE, AGREEMENT, TRAINED, "other measurements")
 
 
-def rewards(run: Run) -> list[str]:
-    return trained_rewards(run.config)
-
-
 def direction(run: Run, name: str) -> int:
     """Return 1 where more of a held-out metric `eval/...` is better, -1 where less is, 0 where not known."""
     return verdict.direction(name, _measured(run))
@@ -199,7 +195,7 @@ def _value(found: object) -> float:
 
 def _group(run: Run, name: str) -> str:
     part = verdict.aspect(name)
-    if any(f"{name.removeprefix('eval/')}_".startswith(f"{reward}_") for reward in rewards(run)):
+    if any(f"{name.removeprefix('eval/')}_".startswith(f"{reward}_") for reward in trained_rewards(run.config)):
         return TRAINED
     if part == OTHER or not direction(run, name):
         return GROUPS[-1]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from PIL import Image, ImageDraw
 from torch import Tensor
 
@@ -51,11 +49,11 @@ def sketch(poses: Tensor, size: int) -> list[Image.Image]:
         draw.line(places, fill=FAINT, width=round(dot))
     if len(places) <= size // 4:  # more would hide the line
         for place in places:
-            _disc(draw, place, dot, FAINT)
+            draw.circle(place, dot, fill=FAINT)
     pictures = []
     for place in places:
         large = ground.copy()
-        _disc(ImageDraw.Draw(large), place, 2.5 * dot, MARK)
+        ImageDraw.Draw(large).circle(place, 2.5 * dot, fill=MARK)
         picture = large.resize((size, size), Image.Resampling.LANCZOS)
         ImageDraw.Draw(picture).text((size / 2, 0), name, font=lettering, fill=SOFT, anchor="ma")
         pictures.append(picture)
@@ -72,7 +70,3 @@ def _fitted(points: list[Point], size: int, top: int) -> list[Point]:
     middle = size / 2, (top + size) / 2
     centre = (low[0] + high[0]) / 2, (low[1] + high[1]) / 2
     return [(middle[0] + scale * (x - centre[0]), middle[1] - scale * (y - centre[1])) for x, y in points]
-
-
-def _disc(draw: Any, place: Point, radius: float, colour: str) -> None:
-    draw.ellipse((place[0] - radius, place[1] - radius, place[0] + radius, place[1] + radius), fill=colour)
