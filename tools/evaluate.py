@@ -153,7 +153,7 @@ def rows_of(
         frames = frame_numbers(len(task.commanded))
         call = (task.file, len(task.commanded), frames, task.focal_px)
         outcome = pool.run(estimate, [call], seconds=args.seconds, what=f"video {task.name}")[0]
-        finished = judge(task, outcome)
+        finished = judge(task, outcome, frames)
         if not outcome.fault:  # a failure of the estimator itself is retried by the next call
             poses = [pose.tolist() if pose.isfinite().all() else None for pose in finished.poses]
             content = {"key": key, "row": finished.row, "poses": poses}
@@ -260,10 +260,9 @@ def estimate(video: Path, num_frames: int, frames: Sequence[int], focal_px: floa
     return dataclasses.replace(found, cpu_seconds=time.process_time() - begun)
 
 
-def judge(task: EvaluationTask, outcome: Outcome[Estimate], frames: Sequence[int] | None = None) -> Finished:
-    """Compare the estimated with the commanded path at `frames`, by default those of `rows_of`; return the row."""
-    frames = frame_numbers(len(task.commanded)) if frames is None else list(frames)
-    commanded = task.commanded[frames]
+def judge(task: EvaluationTask, outcome: Outcome[Estimate], frames: Sequence[int]) -> Finished:
+    """Compare the estimated with the commanded path at `frames`; return the row."""
+    commanded = task.commanded[list(frames)]
     seen = outcome.value or Estimate(np.full((len(frames), 4, 4), np.nan))
     poses, found = torch.from_numpy(seen.poses), int(seen.found.sum())
     registered = found >= max(LEAST_FRAMES, LEAST_LOCATED * len(frames))

@@ -151,10 +151,9 @@ class Run:
 
 
 def read_run(folder: Path, *, live: bool = False) -> Run:
-    """Read a run's folder; with `live`, as while it is watched, what is missing or damaged is not there yet.
+    """Read a run's folder; ValueError for one that is no run's, or for a damaged file of it.
 
-    Raises:
-        ValueError: the folder is no run's, or a file of it is damaged. Never if `live`.
+    With `live`, as while it is watched, what is missing or damaged is not there yet.
     """
     files = sorted((folder / STARTS).glob("[0-9]*.json"))
     if not live and not (folder / METRICS).is_file():

@@ -112,12 +112,10 @@ class Snapshot(Run):
 def take(folder: Path) -> Snapshot:
     """Return what a run's folder says now; files that are missing or half written count as not there yet."""
     run = read_run(folder, live=True)
-    try:
-        begun = datetime.datetime.strptime(run.start.time if run.starts else "", "%Y-%m-%d %H:%M:%S %z").timestamp()
-    except ValueError:
-        begun = 0.0
-    if changed(folder / SUMMARY) < begun:  # of an earlier start
-        run = dataclasses.replace(run, summary=None)
+    if run.starts:
+        begun = datetime.datetime.strptime(run.start.time, "%Y-%m-%d %H:%M:%S %z")
+        if changed(folder / SUMMARY) < begun.timestamp():  # of an earlier start
+            run = dataclasses.replace(run, summary=None)
     lock = folder / LOCK
     saved = (PUBLISHED.fullmatch(path.name) for path in (folder / "checkpoints").glob("checkpoint_*"))
     return Snapshot(

@@ -61,12 +61,10 @@ class Progress:
         self._updates = self._bars.add_task("updates", total=None, note="")
 
     def __enter__(self) -> Progress:
-        """Show the bars."""
         self._bars.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove the bars."""
         self._bars.stop()
 
     def start_epoch(self, *, rollouts: int) -> None:

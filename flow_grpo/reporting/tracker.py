@@ -36,45 +36,38 @@ class Tracker:
     A step is the number of finished epochs: 0 is before training, the first epoch's metrics have step 1. Resuming at
     step s removes everything logged after s from the files and tensorboard, but not from other trackers.
 
-    `config` is the whole configuration, nested; `trackers` are libraries, each with a module of its name in `sinks/`.
-
-    Raises:
-        ValueError: a tracker is not installed.
+    `config` is the whole configuration, nested; `trackers` are libraries, each with a module of its name in `sinks/`;
+    ValueError for one that is not installed.
     """
 
     def __init__(
         self,
         run_folder: Path,
         config: Mapping[str, Any],
-        trackers: Iterable[str],
+        trackers: Sequence[str],
         world: World,
         *,
         resumed_step: int | None = None,
         direction: plots.Direction = lambda _: 0,
         deciding: plots.Deciding = list,
     ) -> None:
-        libraries = list(trackers)
-        for name in libraries:
+        for name in trackers:
             if importlib.util.find_spec(name) is None:
                 raise ValueError(f"trackers={name!r} is not installed; pip install {name}, or leave it out")
         self._folder, self._is_main, self.direction, self.deciding = run_folder, world.is_main, direction, deciding
         self._sinks: dict[str, Sink] = {}  # that have been opened
-        self._names = libraries if world.is_main else []
+        self._names = trackers if world.is_main else ()
         self._making, self._serving = Background(), Background()
         if self._is_main:
             run_folder.mkdir(parents=True, exist_ok=True)
             self._files = MetricFiles(run_folder, resumed_step)
             video_index.cut(run_folder / "videos", resumed_step)
             opening = Opening(run_folder, config, resumed_step, direction)
-            for name in libraries:
+            for name in trackers:
                 self._serving.add(name, functools.partial(self._open, name, opening))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log numbers or one-element tensors of a step, NaN included; with held-out ones, redraw the curves.
-
-        Raises:
-            ValueError: a name has no known group.
-        """
+        """Log numbers or one-element tensors of a step, NaN included; with held-out ones, redraw the curves."""
         _check_names(metrics)
         if not self._is_main:
             return
@@ -128,7 +121,7 @@ class Tracker:
         self._making.finish(CLOSING_S)
         self._to_sinks(lambda sink: sink.close())
         self._serving.finish(CLOSING_S)
-        self._names = []
+        self._names = ()
 
     def _draw_curves(self, step: int) -> None:
         path, rows = self._folder / CURVES, {step: dict(row) for step, row in self._files.rows.items()}

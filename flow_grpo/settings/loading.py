@@ -201,7 +201,7 @@ def _parsed(path: str, text: str | None) -> Any:
 
 
 def _set(values: dict[str, Any], path: str, value: Any) -> None:
-    table = _table_of(path)
+    table = table_of(path)
     names = [*table.split("."), path.removeprefix(f"{table}.")] if table else path.split(".")
     try:
         for name in names[:-1]:
@@ -220,13 +220,13 @@ def _set(values: dict[str, Any], path: str, value: Any) -> None:
 
 def _kind(path: str) -> Any:
     """Return the type of a knob, or of an entry of a table; None for any other path."""
-    table = _table_of(path)
+    table = table_of(path)
     if table:
         return get_args(KNOBS[table].kind)[1]
     return KNOBS[path].kind if path in KNOBS else None
 
 
-def _table_of(path: str) -> str:
+def table_of(path: str) -> str:
     """Return the knob of which a path names an entry, whose name may hold dots; "" for any other path."""
     tables = (name for name, knob in KNOBS.items() if isinstance(knob.default, dict))
     return next((table for table in tables if path.startswith(f"{table}.")), "")

@@ -152,7 +152,7 @@ def test_a_finding_is_a_value_outside_of_the_registry_s_bounds(run, healthy, fou
     (run / "metrics.jsonl").write_text("\n".join(lines))
     metric = Metric("train/x", "x", "share", healthy, "turn `a.knob`")
     said, bounded = findings(read_run(run), lambda name: metric if name == "train/x" else None)
-    assert len(said) == found and [one.now for one in said] == [now] * found
+    assert len(said) == found and [one["now"] for one in said] == [now] * found
     assert bounded == (healthy is not None)
 
 
@@ -242,17 +242,18 @@ def test_the_best_and_the_worst_come_first_whether_or_not_they_were_filmed_befor
             line["panels"] = [panel for panel in line["panels"] if panel["name"] != "base"]
     (run / "videos/index.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     clips, _ = choose(read_run(run))
-    assert [(clip.video.kind, clip.compares) for clip in clips] == [("best", False), ("worst", True), ("eval", True)]
+    assert [clip["compares"] for clip in clips] == [False, True, True]
     assert "Where there is no line, the condition was not filmed before training." in page_of(run)
 
 
 def test_the_best_the_worst_and_the_latest_held_out_videos_are_shown_as_far_as_they_fit_and_can_be_read(run):
     clips, without = choose(read_run(run))
-    assert [(clip.video.kind, clip.video.step) for clip in clips] == [(k, EPOCHS) for k in ("best", "worst", "eval")]
+    shown = [clip["video"] for clip in clips]
+    assert [(video.kind, video.step) for video in shown] == [(kind, EPOCHS) for kind in ("best", "worst", "eval")]
     assert not without
     size = (run / "videos/best_000040_scene.mp4").stat().st_size
     clips, without = choose(read_run(run), 2 * size)
-    assert [clip.video.kind for clip in clips] == ["best", "worst"]
+    assert [clip["video"].kind for clip in clips] == ["best", "worst"]
     assert without == ["1 of 3 videos are left out, so that this page stays small; see videos/."]
     (run / "videos/best_000040_scene.mp4").write_bytes(b"no video")
     (run / "videos/worst_000040_scene.mp4").unlink()
@@ -271,7 +272,7 @@ def test_a_condition_is_shown_once_and_one_without_a_camera_by_its_prompt(run):
         for line in lines
     ]
     (run / "videos/index.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert [(clip.video.kind, clip.about) for clip in choose(read_run(run))[0]] == [
+    assert [(clip["video"].kind, clip["about"]) for clip in choose(read_run(run))[0]] == [
         ("best", prompts["best"]),
         ("worst", "a cat"),
     ]

@@ -8,6 +8,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import av
 
@@ -20,36 +21,7 @@ _of = operator.attrgetter("condition", "scene", "camera")
 MOST_BYTES = 20_000_000  # of all videos of a page: 27 MB in base64
 
 
-@dataclasses.dataclass(frozen=True)
-class PageVideo:
-    """A video in a page, with why it is shown, its scores in words, a data URI, and its form."""
-
-    video: IndexedVideo
-    title: str
-    about: str
-    scores: list[str]
-    data: str
-    width: int
-    height: int
-    frames: int
-    fps: float
-
-    @property
-    def located(self) -> str:
-        estimated = self.video.paths.estimated if self.video.paths else []
-        return f"{len(estimated) - estimated.count(None)} of {len(estimated)} frames"
-
-    @property
-    def compares(self) -> bool:
-        return {"base", "now"} <= {panel.name for panel in self.video.panels}
-
-    @property
-    def panels(self) -> list[dict[str, object]]:
-        whole = Box("", 0, 0, self.width, self.height)
-        return [dataclasses.asdict(panel) for panel in self.video.panels or [whole]]
-
-
-def choose(run: Run, most_bytes: int = MOST_BYTES) -> tuple[list[PageVideo], list[str]]:
+def choose(run: Run, most_bytes: int = MOST_BYTES) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the clips of a run that fit into `most_bytes` of video, and sentences about those left out."""
     wanted = _wanted(run.videos)
     clips, left_out, broken = [], 0, 0
@@ -87,19 +59,27 @@ def _wanted(videos: Sequence[IndexedVideo]) -> list[IndexedVideo]:
     return [*in_turn, *(video for video in latest["eval"] if _of(video) not in shown)]
 
 
-def _clip(video: IndexedVideo, file: Path) -> PageVideo:
+def _clip(video: IndexedVideo, file: Path) -> dict[str, Any]:
+    """Return a video, why it is shown, its scores in words, a data URI, and its form, for the template."""
     with av.open(str(file)) as container:
         stream = container.streams.video[0]
-        form = stream.width, stream.height, max(stream.frames, 1), float(stream.average_rate or 15)
+        width, height, frames, rate = stream.width, stream.height, stream.frames, stream.average_rate
     scores = []
     for name, now in video.scores.items():
         before = video.before.get(name)
         scores.append(f"{name} {number(now)}" if before is None else f"{name} {' → '.join(pair(before, now))}")
-    return PageVideo(
-        video,
-        f"{KINDS[video.kind]}, epoch {video.step}",
-        video.prompt or ", ".join(part for part in (video.scene, video.camera, video.preset.replace("_", " ")) if part),
-        scores,
-        "data:video/mp4;base64," + base64.b64encode(file.read_bytes()).decode("ascii"),
-        *form,
-    )
+    estimated = video.paths.estimated if video.paths else []
+    return {
+        "video": video,
+        "title": f"{KINDS[video.kind]}, epoch {video.step}",
+        "about": video.prompt or ", ".join(filter(None, (video.scene, video.camera, video.preset.replace("_", " ")))),
+        "scores": scores,
+        "data": "data:video/mp4;base64," + base64.b64encode(file.read_bytes()).decode("ascii"),
+        "width": width,
+        "height": height,
+        "frames": max(frames, 1),
+        "fps": float(rate or 15),
+        "located": f"{len(estimated) - estimated.count(None)} of {len(estimated)} frames",
+        "compares": {"base", "now"} <= {panel.name for panel in video.panels},
+        "panels": [dataclasses.asdict(panel) for panel in video.panels or [Box("", 0, 0, width, height)]],
+    }

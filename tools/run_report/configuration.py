@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flow_grpo.settings.errors import ConfigError
-from flow_grpo.settings.loading import as_written, differences, knob_values, to_dict, unchecked
+from flow_grpo.settings.loading import as_written, differences, knob_values, table_of, to_dict, unchecked
 from flow_grpo.settings.schema import KNOBS, Config
 from tools.run_folder import Run
 from tools.run_report.words import NOTHING
@@ -48,7 +48,7 @@ def changes(run: Run) -> dict[str, str]:
         known = [
             (epoch, value or NOTHING)
             for (epoch, _), value in zip(in_use, values, strict=True)
-            if value or _knob_of(name) != name
+            if value or table_of(name)
         ]
         later = [after for before, after in itertools.pairwise(known) if before[1] != after[1]]
         if later:
@@ -66,7 +66,7 @@ def knobs(run: Run, asked: str = "") -> tuple[list[ChangedKnob], str]:
     found = []
     for name, each in differences(values, _written(to_dict(Config())), recipe or values).items():
         value, default, of_recipe = (one or NOTHING for one in each)
-        knob = KNOBS.get(_knob_of(name))
+        knob = KNOBS.get(table_of(name) or name)
         meaning, shown = knob.meaning if knob else "", changed.get(name, value)
         found.append(ChangedKnob(name, meaning, default, of_recipe, shown, own=of_recipe != value))
     return found, why_not
@@ -90,9 +90,3 @@ def _recipe(spec: str, asked: str) -> tuple[dict[str, str] | None, str]:
 
 def _written(plain: dict[str, Any]) -> dict[str, str]:
     return as_written(knob_values(plain), by_entry=True)
-
-
-def _knob_of(name: str) -> str:
-    """Return the knob that a name belongs to: that of the table for an entry's, else the name itself."""
-    places = [place for place, letter in enumerate(name) if letter == "."]
-    return next((name[:place] for place in places if name[:place] in KNOBS), name)

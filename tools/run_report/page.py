@@ -91,7 +91,7 @@ def part(run: Run, name: str, most_bytes: int, asked: str) -> dict[str, Any]:
         "groups": [(title, list(own)) for title, own in itertools.groupby(held_out(run), lambda change: change.group)],
         "clips": clips,
         "paths": [
-            camera_path(clip.video.paths, f"{name} path {place}") if clip.video.paths else ""
+            camera_path(clip["video"].paths, f"{name} path {place}") if clip["video"].paths else ""
             for place, clip in enumerate(clips)
         ],
         "without": [*run.without, *left_out],

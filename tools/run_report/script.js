@@ -113,7 +113,7 @@ class Player {
       for (const clip of this.clips) clip.wipeTo(event.target.value / 100);
     });
     this.rate.addEventListener("change", () => this.setRate());
-    this.longest.video.addEventListener("ended", () => setTimeout(() => this.again(), 400));
+    this.longest.video.addEventListener("ended", () => setTimeout(() => this.playing && this.start(0), 400));
     this.go(this.longest.frames - 1); // where before and now are furthest apart: all paths begin at the source's pose
   }
 
@@ -143,10 +143,6 @@ class Player {
       video.currentTime = Math.min(time, video.duration || time);
       video.play().catch(() => this.stop());
     }
-  }
-
-  again() {
-    if (this.playing) this.start(0);
   }
 
   stop() {

@@ -17,13 +17,8 @@ def number(
 ) -> str:
     """Return a number as every part of the page writes it, a dash for None and NaN.
 
-    Args:
-        value: number to write.
-        digits: significant ones; those before the decimal point are all written.
-        differ: how far values that stand beside it are away: digits are added until that is seen,
-            and zeros at the end are kept.
-        sign: write + too.
-        zeros: keep zeros at the end.
+    Of more `digits` before the decimal point all are written. `differ` is how far values that stand beside it are away:
+    digits are added until that is seen, and zeros at the end kept, as with `zeros`. With `sign`, + is written too.
     """
     if value is None or not math.isfinite(value):
         return NOTHING

@@ -14,11 +14,6 @@ SHOWN_VERSIONS = (
     *("av", "opencv-python-headless", "pycolmap", "flow-grpo"),
 )
 
-NOTES = {
-    "forward-equivalents": "transformer work so far; one forward pass of one sample is 1",
-    "MFU": "share of the device's peak arithmetic rate that the transformer reached",
-}
-
 
 def phases(run: Run) -> list[tuple[str, float, float, float]]:
     """Return (phase, seconds, those of an epoch, share of the run), the longest first; NaN for what is in no epoch."""
@@ -53,17 +48,20 @@ def figures(run: Run) -> list[tuple[str, str, str]]:
     ]
     memory, total = largest(run, "system/memory_peak_gib"), largest(run, "system/memory_total_gib")
     mfu, rate = typical(run, "system/mfu"), typical(run, "system/tflops_per_device")
-    work = largest(run, "system/forward_equivalents")
-    found = [
-        ("time in epochs", duration(seconds_of(run))),
-        ("epochs", f"{run.finished} of {run.config.num_epochs}"),
-        ("samples a second", number(typical(run, "system/samples_per_s"))),
-        ("forward-equivalents", number(work)),
-        ("MFU", f"{percent(mfu)} ({number(rate)} TFLOP/s a device)" if math.isfinite(mfu) else NOTHING),
-        ("peak memory", f"{number(memory)} of {number(total)} GiB" if math.isfinite(memory) else NOTHING),
-        ("sent by a rank in an epoch", ", ".join(kinds) or NOTHING),
+    work = number(largest(run, "system/forward_equivalents"))
+    return [
+        ("time in epochs", duration(seconds_of(run)), ""),
+        ("epochs", f"{run.finished} of {run.config.num_epochs}", ""),
+        ("samples a second", number(typical(run, "system/samples_per_s")), ""),
+        ("forward-equivalents", work, "transformer work so far; one forward pass of one sample is 1"),
+        (
+            "MFU",
+            f"{percent(mfu)} ({number(rate)} TFLOP/s a device)" if math.isfinite(mfu) else NOTHING,
+            "share of the device's peak arithmetic rate that the transformer reached",
+        ),
+        ("peak memory", f"{number(memory)} of {number(total)} GiB" if math.isfinite(memory) else NOTHING, ""),
+        ("sent by a rank in an epoch", ", ".join(kinds) or NOTHING, ""),
     ]
-    return [(what, value, NOTES.get(what, "")) for what, value in found]
 
 
 def device(run: Run) -> str:

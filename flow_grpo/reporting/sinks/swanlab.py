@@ -39,7 +39,6 @@ class Swanlab:
         )
 
     def scalars(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log numbers."""
         self._run.log(dict(metrics), step=step)
 
     def show(self, name: str, path: Path, caption: str, step: int) -> None:
@@ -50,9 +49,7 @@ class Swanlab:
             self._run.log_image(key=name, data=str(path), caption=caption, step=step)
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
-        """Show Markdown."""
         self._run.log_text(key=name, data=as_markdown(columns, rows), step=step)
 
     def close(self) -> None:
-        """Write or upload what is left."""
         self._run.finish()

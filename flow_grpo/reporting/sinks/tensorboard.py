@@ -27,7 +27,6 @@ class Tensorboard:
             self._writer.add_text("config", f"```\n{json.dumps(opening.config, indent=1, default=str)}\n```", 0)
 
     def scalars(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write to the event file at once."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -43,9 +42,7 @@ class Tensorboard:
         self._writer.add_text(f"{name}/caption", caption, step)
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
-        """Show Markdown."""
         self._writer.add_text(name, as_markdown(columns, rows), step)
 
     def close(self) -> None:
-        """Close the event file."""
         self._writer.close()

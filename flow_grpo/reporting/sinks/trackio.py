@@ -30,20 +30,16 @@ class Trackio:
         )
 
     def scalars(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log numbers."""
         self._run.log(dict(metrics), step=step)
 
     def show(self, name: str, path: Path, caption: str, step: int) -> None:
-        """Show the file."""
         kind = self._library.Video if path.suffix == ".mp4" else self._library.Image
         self._run.log({name: kind(path, caption=caption)}, step=step)
 
     def table(self, name: str, columns: list[str], rows: list[list[object]], step: int) -> None:
-        """Show a table."""
         self._run.log({name: self._library.Table(columns=columns, data=rows)}, step=step)
 
     def close(self) -> None:
-        """Write what is left."""
         self._run.finish()
 
 

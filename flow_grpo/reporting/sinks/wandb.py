@@ -49,7 +49,6 @@ class Wandb:
         self._run.log({**metrics, **dict.fromkeys(map(axis_of, metrics), step)})
 
     def show(self, name: str, path: Path, caption: str, step: int) -> None:
-        """Show the file."""
         if path.suffix == ".mp4":
             media = self._library.Video(str(path), caption=caption, format="mp4")
         else:
@@ -57,12 +56,10 @@ class Wandb:
         self._run.log({name: media, axis_of(name): step})
 
     def table(self, name: str, columns: list[str], rows: list[list[object]], step: int) -> None:
-        """Show a table that can be sorted and filtered."""
         table = self._library.Table(columns=columns, data=rows, allow_mixed_types=True)  # numbers, or empty
         self._run.log({name: table, axis_of(name): step})
 
     def close(self) -> None:
-        """Upload what is left."""
         self._run.finish()
 
 
