@@ -67,7 +67,10 @@ class Tracker:
                 self._serving.add(name, functools.partial(self._open, name, opening))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log numbers or one-element tensors of a step, NaN included; with held-out ones, redraw the curves."""
+        """Log numbers or one-element tensors of a step, NaN included; with held-out ones, redraw the curves.
+
+        ValueError for a name without a known group.
+        """
         _check_names(metrics)
         if not self._is_main:
             return

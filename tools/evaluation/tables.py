@@ -76,7 +76,7 @@ def _interval(rows: Sequence[Row], read: Callable[[Row], float | None]) -> dict[
 
 
 def read_baseline(file: Path, settings: Mapping[str, Any], rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of another evaluation for the videos in `rows`, in that order; ValueError where it is unlike."""
+    """Return the rows of another evaluation for the videos in `rows`, in that order; ValueError if not comparable."""
     content = read_json_object(file, "evaluate the baseline again")
     if not isinstance(content.get("rows"), list) or not isinstance(content.get("settings"), dict):
         raise ValueError(f"--baseline {file} has no rows and settings, must be a metrics.json of this tool")

@@ -41,9 +41,9 @@ def make_videos(
 ) -> tuple[Path, Path]:
     """Generate a recipe's held-out conditions with the run's evaluation settings, noise included.
 
-    Videos of an earlier, interrupted call are kept; ValueError where `out` holds others. Without an adapter the base
-    model makes them; `focal_px` is for scenes whose folder name has no focal length. Returned are the folder of videos
-    and the camera file. A model that is not that of `run` is told by a warning.
+    Videos of an earlier, interrupted call are kept; ValueError where `out` holds others, or something is missing.
+    Without an adapter the base model makes them; `focal_px` is for scenes whose folder name has no focal length.
+    Returned are the folder of videos and the camera file. A model that is not that of `run` is told by a warning.
     """
     if config.data.prompts:
         text = "must be empty: a prompt commands no camera that could be measured; see the run's summary.json"
