@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,40 +112,34 @@ class RunState:
         """
         found = checkpoint.load(path, identity=self.identity, world=world)
         state = found.state
-        with misfits(path):
-            if state["finished"] != found.step:
-                raise ValueError(
-                    f"{path} is a checkpoint of step {found.step} with the state of {state['finished']} epochs: its "
-                    "files are of different checkpoints; resume from another"
-                )
-            if "learned" in state:
-                learned = map_tensors(state["learned"], self._own)
-            else:
-                stems = [path / f"rank_{rank}" for rank in range(found.world_size)]
-                learned = join_shards(stems, "learned", self._own)
-            if (learned["ema"] is None) != (self.ema is None):
-                raise ValueError(
-                    f"{path} was saved {'without' if learned['ema'] is None else 'with'} a weight average; set "
-                    "train.ema_decay as it was, or start afresh under another run_name"
-                )
-            self.sampler.load_state_dict(state["sampler"])
-            load_trained_state(self.module, learned["trained"])
-            load_moments(self.optimizer, list(trained_parameters(self.module).values()), learned["moments"])
-            if self.ema is not None:
-                self.ema.load_state_dict(learned["ema"])
-            if found.per_rank is not None:
-                device_api.set_rng_state(self.device, found.per_rank["random"])
-            # Not all are in checkpoints of earlier versions.
-            for name in PLAIN:
-                setattr(self, name, state.get(name, getattr(self, name)))
-            rows, tail = state.get("before_rows"), state.get("tail")
-            self.table_before = None if rows is None else Table.of_rows(rows)
-            self.tail = TailRecord(tail["fingerprint"], tail["forwards"], tail["values"]) if tail else TailRecord()
-            self.history = UpdateHistory(
-                taken=state.get("steps_taken", 0),
-                norms=list(state.get("grad_norms", ())),
-                bad_steps=list(state.get("bad_steps", ())),
+        if "learned" in state:
+            learned = map_tensors(state["learned"], self._own)
+        else:
+            stems = [path / f"rank_{rank}" for rank in range(found.world_size)]
+            learned = join_shards(stems, "learned", self._own)
+        if (learned["ema"] is None) != (self.ema is None):
+            raise ValueError(
+                f"{path} was saved {'without' if learned['ema'] is None else 'with'} a weight average; set "
+                "train.ema_decay as it was, or start afresh under another run_name"
             )
+        self.sampler.load_state_dict(state["sampler"])
+        load_trained_state(self.module, learned["trained"])
+        load_moments(self.optimizer, list(trained_parameters(self.module).values()), learned["moments"])
+        if self.ema is not None:
+            self.ema.load_state_dict(learned["ema"])
+        if found.per_rank is not None:
+            device_api.set_rng_state(self.device, found.per_rank["random"])
+        # Not all are in checkpoints of earlier versions.
+        for name in PLAIN:
+            setattr(self, name, state.get(name, getattr(self, name)))
+        rows = state.get("before_rows")
+        self.table_before = None if rows is None else Table.of_rows(rows)
+        self.tail = TailRecord(**state.get("tail", {}))
+        self.history = UpdateHistory(
+            taken=state.get("steps_taken", 0),
+            norms=list(state.get("grad_norms", ())),
+            bad_steps=list(state.get("bad_steps", ())),
+        )
 
     def match_evaluation(self, now: Mapping[str, str | float], *, own: bool) -> None:
         """Keep the held-out metrics "before" only where those "after", measured on `now`, will be measured alike.
@@ -190,22 +183,10 @@ def load_weights(path: Path, policy: Policy, trained: str) -> None:
     found = checkpoint.load(path, identity=model_identity(policy, trained), world=World(), partly=True)
     stems = [path / f"rank_{rank}" for rank in range(found.world_size)]
     learned = found.state.get("learned") or join_shards(stems, "learned", lambda _, values: values)
-    with misfits(path):
-        load_trained_state(module, learned["trained"])
-        if learned["ema"] is not None:
-            for place, parameter in enumerate(trained_parameters(module).values()):
-                parameter.copy_(learned["ema"][str(place)])
-
-
-@contextlib.contextmanager
-def misfits(path: Path) -> Iterator[None]:
-    """Raise ValueError where the block misses an entry in a checkpoint's state: another program's, files are hashed."""
-    try:
-        yield
-    except (LookupError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} holds no state of this program ({type(error).__name__}: {error}); resume from another checkpoint"
-        ) from error
+    load_trained_state(module, learned["trained"])
+    if learned["ema"] is not None:
+        for place, parameter in enumerate(trained_parameters(module).values()):
+            parameter.copy_(learned["ema"][str(place)])
 
 
 def common_identity(policy: Policy, trained: str, data: Split, world: World) -> dict[str, str]:

@@ -163,7 +163,7 @@ def check_world(config: Config, world_size: int) -> None:
 
 def largest_weights(config: Config) -> dict[str, float]:
     """Return reward name -> its largest weight in any epoch of a run, 0 for one that is measured and never trained."""
-    by_epoch = _weights_where_they_turn(config).values()
+    by_epoch = weights_where_they_turn(config).values()
     return {name: max(weights[name] for weights in by_epoch) for name in config.reward.weights}
 
 
@@ -217,7 +217,7 @@ def _check_measured(path: str, name: str, reward: RewardConfig) -> None:
 def _check_signal(config: Config) -> None:
     reward = config.reward
     # The sum of weights is never negative: where it is 0 between two turns it is 0 at both.
-    for epoch, weights in _weights_where_they_turn(config).items():
+    for epoch, weights in weights_where_they_turn(config).items():
         weighted = {name for name, weight in weights.items() if weight}
         if "smooth" in weighted and not any(name in FOLLOWING or name.startswith("remote:") for name in weighted):
             text = f"rewards a video that stands still: in epoch {epoch} nothing weighted asks for the commanded path; "
@@ -232,11 +232,11 @@ def _check_signal(config: Config) -> None:
         raise refusal("reward.schedules", reward.schedules, f"{text}; let two schedules overlap")
 
 
-def _weights_where_they_turn(config: Config) -> dict[int, dict[str, float]]:
-    """Return epoch -> weights: the first and the last epoch and the points of the schedules, linear in between."""
-    reward = config.reward
-    turns = {epoch for points in reward.schedules.values() for epoch, _ in points if epoch < config.num_epochs}
-    epochs = sorted({0, max(0, config.num_epochs - 1), *turns})
+def weights_where_they_turn(config: Config, first: int = 0) -> dict[int, dict[str, float]]:
+    """Return epoch -> weights, linear in between: `first`, the points of the schedules behind it, the last epoch."""
+    reward, last = config.reward, max(first, config.num_epochs - 1)
+    turns = {epoch for points in reward.schedules.values() for epoch, _ in points if first < epoch < last}
+    epochs = sorted({first, last, *turns})
     return {epoch: weights_at(reward.weights, reward.schedules, epoch) for epoch in epochs}
 
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from flow_grpo.algorithm.groups import compare
 from flow_grpo.judging.reward_signal import Signal, measure_signal
 from flow_grpo.maths.certificate import FEW_GROUPS
 from flow_grpo.maths.keys import generator
@@ -24,7 +23,7 @@ from flow_grpo.records import Condition
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.run.tail_check import TailRecord, can_ask, finish_by_all_steps, in_words
 from flow_grpo.run.trainer import Trainer
-from flow_grpo.settings.checks import largest_weights
+from flow_grpo.settings.checks import largest_weights, weights_where_they_turn
 from flow_grpo.settings.objectives import traits_of
 from flow_grpo.settings.schema import RewardConfig
 
@@ -53,18 +52,14 @@ def examine_rewards(trainer: Trainer) -> Iterator[Finding]:
 
 
 def _order_of_views(trainer: Trainer) -> list[Finding]:
-    data, config, first = trainer.training_data, trainer.config.reward, trainer.state.finished
+    data = trainer.training_data
     indices = dict.fromkeys([*(key[3] for key in planned_keys(trainer)), *range(min(len(data), 4 * CONDITIONS))])
     known = [condition for condition in map(data.condition, indices) if condition.target_video is not None]
     if not known:
         return [finding("reward_order", "no condition has a true view", warn="look at the videos instead")]
     shown = [condition for condition in known if condition.size == known[0].size][:CONDITIONS]
-    # At the first epoch, and at every later knot of the piecewise linear schedules of weights.
-    last = max(first, trainer.config.num_epochs - 1)
-    knots = {min(epoch, last) for points in config.schedules.values() for epoch, _ in points}
-    epochs = [first, *sorted(epoch for epoch in knots if epoch > first)]
-    by_epoch = {epoch: compare.in_epoch(config, epoch).weights for epoch in epochs}
-    return check_rewards(preferences(trainer.collector.rewards, shown, config), by_epoch)
+    by_epoch = weights_where_they_turn(trainer.config, trainer.state.finished)
+    return check_rewards(preferences(trainer.collector.rewards, shown, trainer.config.reward), by_epoch)
 
 
 def views(conditions: Sequence[Condition]) -> tuple[Tensor, tuple[Condition, ...]]:

@@ -62,9 +62,8 @@ def examine_schedule(trainer: Trainer) -> Iterator[Finding]:
     settings, allowed = trainer.collector.sampling, trainer.config.sample.sde_steps
     if settings.sde.kind == "ode":
         return
-    objective = replaying_objective(trainer)
-    weights = None if objective is None else objective.step_weight
-    steps = check_steps(settings, allowed, weights, guard=trainer.config.train.guard)
+    objective, guard = replaying_objective(trainer), trainer.config.train.guard
+    steps = check_steps(step_table(settings, allowed, None if objective is None else objective.step_weight, guard))
     yield steps
     if steps.status != "fail":
         yield check_ode_limit(settings, allowed)
@@ -80,37 +79,28 @@ def trained_steps(trainer: Trainer) -> list[Step]:
     objective, steps, guard = replaying_objective(trainer), trainer.config.sample.sde_steps, trainer.config.train.guard
     if objective is None:
         return []
-    return step_table(trainer.collector.sampling, steps, objective.step_weight, guard=guard)
+    return step_table(trainer.collector.sampling, steps, objective.step_weight, guard)
 
 
-def step_table(sampling: Sampling, steps: Sequence[int], weights: Tensor | None, *, guard: bool = False) -> list[Step]:
+def step_table(sampling: Sampling, steps: Sequence[int], weights: Tensor | None, guard: bool) -> list[Step]:
     """Return the scalars of every step that may be trained.
 
     `weights` are the (S,) ones of the policy loss, None for 1. With `guard` the loss multiplies log-ratios by the std
     of their step.
-
-    Raises:
-        ValueError: a step has no Gaussian: it is the last one, or its weight of the predicted noise is negative.
     """
-    sigmas, sde = sampling.sigmas, sampling.sde
-    rows, cap = [], float(sigmas[1])
-    noise: dict[str, Any] = {"kind": sde.kind, "noise_level": sde.noise_level, "max_step_std": sde.max_step_std}
+    sigmas, rows = sampling.sigmas, []
     for step in steps:
         here, after = float(sigmas[step]), float(sigmas[step + 1])
-        found = coefficients(here, after, sigma_cap=cap, **noise)
+        found = coefficients(here, after, sigma_cap=float(sigmas[1]), **vars(sampling.sde))
         std, c = float(found.std), float(found.c)
         weight = (1.0 if weights is None else float(weights[step])) * (std if guard else 1.0)
         rows.append(Step(step, here, here - after, std, c, math.hypot(c, std) / after - 1, float(found.gain), weight))
     return rows
 
 
-def check_steps(sampling: Sampling, steps: Sequence[int], weights: Tensor | None, *, guard: bool = False) -> Finding:
-    """Check the noise of every step that may be trained: enough to explore, 0 < std <= 1, c >= 0, little excess."""
+def check_steps(table: Sequence[Step]) -> Finding:
+    """Check the noise of every step that may be trained: enough to explore, 0 < std <= 1, little excess."""
     way_out = "lower sample.noise_level, set sample.max_step_std, or leave the step out of sample.sde_steps"
-    try:
-        table = step_table(sampling, steps, weights, guard=guard)
-    except ValueError as error:
-        return finding("steps", str(error), fail=way_out)
     gains, most = [row.gain for row in table], max(row.std for row in table)
     message = f"std at most {most:.3f}, largest gain {max(gains) / min(gains):.1f}x the smallest"
     message += f"\n{LEGEND}\nstep   sigma   delta    std      c excess   gain weight"
