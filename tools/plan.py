@@ -71,7 +71,7 @@ def main(words: Sequence[str] | None = None) -> int:
         evaluation = (
             f"evaluation: {plan.evaluation_share:.0%} of the run's hours; at most {_seen(config, known.devices)}"
         )
-        text, _ = report(config, known.devices, limit, rate, known.cores)
+        text = report(config, known.devices, limit, rate, known.cores)
         print(*([message] if message else []), evaluation, text, sep="\n")
     return 0 if fits else 1
 

@@ -96,10 +96,8 @@ def smallest_set(config: Config, devices: int, rate: float, limit: float, cores:
     return None
 
 
-def report(
-    config: Config, devices: int, limit: float, rate: float = ASSUMED_RATE, cores: int = CORES
-) -> tuple[str, bool]:
-    """Return the plan in words (costs, what was assumed, what saves memory, whether it fits), and whether it fits.
+def report(config: Config, devices: int, limit: float, rate: float = ASSUMED_RATE, cores: int = CORES) -> str:
+    """Return the plan in words: costs, what was assumed, what saves memory, whether it fits.
 
     Of each of the devices, `rate` is the operations a second that it sustains, `limit` its GiB, `cores` the host's.
     """
@@ -124,7 +122,7 @@ def report(
     )
     peak = f"{plan.most_gib:.1f} of {limit:g} GiB at the peak"
     if plan.most_gib <= USABLE * limit:
-        return "\n".join([*lines, f"fits: {peak}"]), True
+        return "\n".join([*lines, f"fits: {peak}"])
     found = smallest_set(config, devices, rate, USABLE * limit, cores)
     way_out = "no knob helps enough: take fewer frames or a smaller size"
     if found is not None:
@@ -132,7 +130,7 @@ def report(
         way_out = f"with the fewest knobs it does ({least}): {in_words(found[0])}"
         if "model.encodings" in found[0]:
             lines.append("FOLDER: where tools/precompute.py has encoded the sources")
-    return "\n".join([*lines, f"does not fit: {peak}, a tenth left free; {way_out}"]), False
+    return "\n".join([*lines, f"does not fit: {peak}, a tenth left free; {way_out}"])
 
 
 def _assumed(config: Config, devices: int, rate: float, limit: float, cores: int) -> list[str]:

@@ -33,11 +33,7 @@ Tensors: TypeAlias = dict[tuple[str, str], Tensor]  # (phase of the epoch, such 
 
 
 def show_plan(config: Config, devices: int) -> None:
-    """Print the tensor shapes of an epoch and the plan of memory and time, on rank 0, without loading weights.
-
-    Raises:
-        ValueError: the recipe's videos do not fit its model, or the device cannot be started.
-    """
+    """Print the tensor shapes of an epoch and the plan of memory and time, on rank 0, without loading weights."""
     if int(os.environ.get("RANK", "0")):
         return
     size = largest_size(config)
@@ -52,16 +48,13 @@ def show_plan(config: Config, devices: int) -> None:
     limit = ASSUMED_GIB if device.type == "cpu" else device_api.memory(device)["total"]
     config, message = choose_recomputation(config, devices, limit)
     print("the plan, as tools/plan.py makes it for any device:", *([message] if message else []), sep="\n", flush=True)
-    print(report(config, devices, round(limit, 1))[0], flush=True)
+    print(report(config, devices, round(limit, 1)), flush=True)
 
 
 def epoch_tensors(config: Config, size: tuple[int, int, int], world_size: int) -> Tensors:
     """Return the tensors, of which most are fake, of one rank's epoch with videos of (frames, rows, columns).
 
-    Loaders, rewards and collectives are left out.
-
-    Raises:
-        ValueError: the videos do not fit the model.
+    Loaders, rewards and collectives are left out. ValueError for videos that do not fit the model.
     """
     found: Tensors = {}
     policy = FakePolicy(config)

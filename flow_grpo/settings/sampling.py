@@ -51,11 +51,6 @@ class Sampling:
         """Return the stochastic steps of each of these groups."""
         return [self.window_of(gid) for gid in gids]
 
-    @property
-    def last_step(self) -> int:
-        """The last stochastic step of any group."""
-        return max(block[-1] for block in self.blocks)
-
 
 def sampling_of(config: Config) -> Sampling:
     """Return how the training samples of a recipe are denoised."""

@@ -22,7 +22,7 @@ def test_it_is_the_batch_that_training_takes_next_sampled_one_step_past_the_stoc
     samples = roll_out_probe(built)
     planned = [draw[1:] for draw in built.state.sampler.plan(built.state.sampler.next_step)[0]]
     assert [(gid, slot, index) for gid, slot, index in samples.keys.tolist()] == planned
-    sigmas, last = built.collector.sampling.sigmas, built.collector.sampling.last_step
+    sigmas, last = built.collector.sampling.sigmas, built.collector.sampling.blocks[-1][-1]
     windows = [built.collector.sampling.window_of(gid) for gid in samples.keys[:, 0].tolist()]
     assert [tuple(steps) for steps in samples.trajectory.steps.tolist()] == windows
     assert {sigma for *_, sigma in calls} == set(sigmas[: last + 2].tolist()) and last + 2 < 6

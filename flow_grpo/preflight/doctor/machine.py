@@ -122,20 +122,18 @@ def check_backends(device: torch.device, world: World, *, gathers_bytes: bool = 
         return finding("backends", "one process, no process group")
     rank, size = world.all.rank, world.all.size
     heard = world.all.all_gather(torch.tensor([rank])).tolist()
-    message = f"{size} ranks, control over gloo"
+    message = f"{dist.get_backend_config()} over {size} ranks, control over gloo"
     wrong = [] if heard == list(range(size)) else [f"ranks answer as {heard}"]
-    if dist.is_initialized():
-        message = f"{dist.get_backend_config()} over {message}"
-        for place in dict.fromkeys((torch.device("cpu"), device)):
-            total = torch.full((1,), rank + 1.0, device=place)  # as gradients are averaged
-            reduce = functools.partial(dist.all_reduce, total)
-            wrong += _fault(f"all-reduce on {place}", reduce, total, [size * (size + 1) / 2], world)
-        if gathers_bytes:
-            own = torch.full((1,), rank % 256, dtype=torch.uint8, device=device)
-            everyone = own.new_empty(size)
-            gather = functools.partial(dist.all_gather_into_tensor, everyone, own)
-            what = f"all-gather of uint8 on {device}, which train.sharding='fsdp2' needs,"
-            wrong += _fault(what, gather, everyone, [other % 256 for other in range(size)], world)
+    for place in dict.fromkeys((torch.device("cpu"), device)):
+        total = torch.full((1,), rank + 1.0, device=place)  # as gradients are averaged
+        reduce = functools.partial(dist.all_reduce, total)
+        wrong += _fault(f"all-reduce on {place}", reduce, total, [size * (size + 1) / 2], world)
+    if gathers_bytes:
+        own = torch.full((1,), rank % 256, dtype=torch.uint8, device=device)
+        everyone = own.new_empty(size)
+        gather = functools.partial(dist.all_gather_into_tensor, everyone, own)
+        what = f"all-gather of uint8 on {device}, which train.sharding='fsdp2' needs,"
+        wrong += _fault(what, gather, everyone, [other % 256 for other in range(size)], world)
     return finding("backends", message, fail=f"{'; '.join(wrong)}: check RANK and MASTER_ADDR" if wrong else "")
 
 

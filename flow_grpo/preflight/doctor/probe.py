@@ -56,11 +56,7 @@ def replaying_objective(trainer: Trainer) -> GrpoObjective | None:
 
 
 def examine_probe(trainer: Trainer, batch_sizes: Iterable[int] = ()) -> Iterator[Finding]:
-    """Check a batch against its replays, also in calls of `batch_sizes`, and its noise; collective call.
-
-    Raises:
-        RuntimeError: on every rank, if it cannot be rolled out or replayed on any.
-    """
+    """Check a batch against its replays, also in calls of `batch_sizes`, and its noise."""
     objective, probe = replaying_objective(trainer), roll_out_probe(trainer)
     if not trainer.config.model.compile:  # which would compile once more, for a single row
         yield _examine_rows(trainer, probe)
@@ -160,11 +156,7 @@ def planned_conditions(trainer: Trainer) -> tuple[Condition, ...]:
 
 
 def roll_out_probe(trainer: Trainer) -> Samples:
-    """Return this rank's next batch, rolled out; collective call: every rank must call it.
-
-    Raises:
-        RuntimeError: on every rank, if any failed.
-    """
+    """Return this rank's next batch, rolled out; collective call, which raises RuntimeError on all ranks or on none."""
     policy, world = trainer.updater.policy, trainer.world
     with world.sync_errors("loading"):
         conditions = planned_conditions(trainer)
@@ -183,8 +175,8 @@ def _roll_out(trainer: Trainer, conditions: Sequence[Condition], conditioning: C
     """Roll out until one step after the last stochastic one of any group, or for two steps."""
     sampling = trainer.collector.sampling
     windows = sampling.windows(condition.gid for condition in conditions)
-    levels = sampling.sigmas[: sampling.last_step + 3] if sampling.blocks else sampling.sigmas[:3]
-    until_then = dataclasses.replace(sampling, sigmas=levels, tails=None)
+    last = max((block[-1] for block in sampling.blocks), default=0)
+    until_then = dataclasses.replace(sampling, sigmas=sampling.sigmas[: last + 3], tails=None)
     return rollout(trainer.updater.policy, conditions, conditioning, windows, until_then)
 
 
