@@ -6,7 +6,6 @@ import pytest
 
 from flow_grpo.cost.choose_recomputation import choose_recomputation
 from flow_grpo.cost.plan import make_plan
-from flow_grpo.settings.errors import ConfigError
 from flow_grpo.settings.loading import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,9 +52,3 @@ def test_keeping_attention_saves_its_share_of_the_recomputation():
     assert (kept, recomputed) == (pytest.approx(0.18, abs=0.01), pytest.approx(1.0, abs=0.01))
     for plan in plans.values():
         assert plan.update_s == pytest.approx(plan.update_forwards * plan.forward_tflop / 200)  # of a group
-
-
-def test_a_compiled_block_hides_its_attention():
-    said = r"model\.checkpointing.*must be 'blocks', 'none' or 'auto' while model\.comp"
-    with pytest.raises(ConfigError, match=said):
-        config("model.compile=true", "train.old_log_prob=detach", "model.checkpointing=keep_attention")

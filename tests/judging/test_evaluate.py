@@ -210,11 +210,6 @@ def test_the_given_weights_are_in_place_while_sampling_only():
     assert evaluator(policy=policy).run().metrics == pytest.approx(plain.metrics, abs=1e-5)
 
 
-def test_more_conditions_than_data_are_refused():
-    with pytest.raises(ValueError, match=r"eval.num_conditions=13 must be within 1..12"):
-        evaluator(number=13)
-
-
 class Locating(Gold):
     asked = 0
 

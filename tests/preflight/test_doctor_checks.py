@@ -128,11 +128,6 @@ def test_rounded_latents_fail_at_any_step(dtype):
     assert (found.status, found.measured) == ("fail", f"1 of 3 stored latents per sample were rounded to {dtype}")
 
 
-def test_the_update_s_own_batch_size_must_be_measured():
-    with pytest.raises(KeyError):
-        probe.check_ratio_by_batch_size({4: 0.0}, 1e-3, 8, "rollout")
-
-
 def test_the_way_out_of_gradients_near_adam_s_eps_is_a_smaller_one():
     assert "train.adam_eps=1e-12" in weights.check_gradient_size(1000, 1000, 1e-8).way_out
 

@@ -1,6 +1,5 @@
 """The fast doctor: what it finds, that it changes no number, and that a failed check stops the run."""
 
-import dataclasses
 import json
 from unittest import mock
 
@@ -11,7 +10,6 @@ import train_grpo
 from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.preflight.doctor import probe
 from flow_grpo.preflight.doctor.examine import FAST, full, run_checks
-from flow_grpo.preflight.doctor.probe import bit_exact
 from flow_grpo.preflight.doctor.weights import digest
 from tests import doctor_cases
 from tests.doctor_cases import build_trainer, statuses, words
@@ -32,11 +30,6 @@ def test_a_sound_run_passes_and_is_left_as_it_was(built):
     assert statuses(run_checks(built, {"rollout": full(1)["rollout"]})) == {}
     assert_equal_state(before, state_of(built))
     assert built.updater.optimizer.state_dict()["state"] == {}
-
-
-def test_a_learning_rate_that_replaces_the_weights_fails_before_training(places, tmp_path):
-    trainer = build_trainer(words(places, output_root=tmp_path, train__learning_rate=1e3))
-    assert statuses(run_checks(trainer, FAST)) == {"rate": "fail"}
 
 
 @pytest.mark.parametrize("mix", [lambda v: v.flip(0), lambda v: v[:1].expand_as(v), lambda v: v[-1:].expand_as(v)])
@@ -87,13 +80,6 @@ def test_an_update_s_batch_size_larger_than_the_rollout_s_is_examined(places, tm
     assert statuses(run_checks(trainer, FAST)) == {}
     with mock.patch.object(WanPolicy, "velocity", by_rows):
         assert statuses(run_checks(trainer, FAST)) == {"ratio_by_batch_size": status}
-
-
-def test_replays_must_be_bit_exact_on_the_cpu_in_fp32_without_compilation(built):
-    for changes, exact in (({}, True), ({"dtype": "bf16"}, False), ({"compile": True}, False)):
-        model = dataclasses.replace(built.config.model, **changes)
-        changed = dataclasses.replace(built.config, model=model)
-        assert bit_exact(mock.Mock(config=changed, device=built.device)) is exact
 
 
 def test_a_digest_tells_moved_weights_from_the_same():

@@ -34,22 +34,10 @@ def test_every_recipe_is_tested() -> None:
     assert found == set(RANKS)
 
 
-def test_my_recam_8npu_has_the_sizes_and_starting_values_that_it_documents() -> None:
-    config = recipe("my_recam_8npu")
-    data, model, sample, train = config.data, config.model, config.sample, config.train
-    assert (data.num_frames, data.height, data.width) == (81, 480, 832)
-    assert config.trackers == ("wandb",)
-    assert (sample.num_steps, sample.shift, sample.guidance_scale) == (16, 5.0, 1.0)
-    assert (sample.sde, sample.noise_level, sample.max_step_std) == ("flow", 1.0, 0.45)
-    assert (sample.sde_steps, sample.sde_window, sample.tail_steps) == ((0, 1, 2, 3, 4, 5), 1, 5)
-    assert sample.same_initial_noise and sample.share_prefix and train.ema_decay > 0
-    assert (config.eval.guidance_scale, config.eval.negative_prompt) == (5.0, grpo.WAN_NEGATIVE_PROMPT)
-    assert (model.trained, model.lora_rank, model.lora_full_modules) == ("lora", 64, ("cam_encoder",))
-    assert re.fullmatch(model.lora_targets, "blocks.29.attn1.to_out.0")
-    assert not re.fullmatch(model.lora_targets, "blocks.29.attn2.to_q")
-    assert (train.learning_rate, train.clip_range, train.kl_coef, train.updates_per_epoch) == (5e-4, 1e-3, 0.0, 1)
-    seen, companions = ("pose_rot", "pose_trans", "view_disp"), ("source_match", "motion_mag", "exposure")
-    assert config.reward.weights == dict.fromkeys(seen, 1.0) | dict.fromkeys(companions, 0.3)
+def test_adapters_of_my_recam_8npu_are_those_of_self_attention() -> None:
+    targets = recipe("my_recam_8npu").model.lora_targets
+    assert re.fullmatch(targets, "blocks.29.attn1.to_out.0")
+    assert not re.fullmatch(targets, "blocks.29.attn2.to_q")
 
 
 @pytest.mark.parametrize(
@@ -121,11 +109,3 @@ def test_recipes_do_not_share_state() -> None:
     first.reward.weights.motion_mag = 9.0
     assert grpo.tiny_recam().sample.k != 2
     assert "motion_mag" not in get_config().reward.weights
-
-
-def test_my_recam_full_trains_recammaster_s_own_weights_in_shards() -> None:
-    config, adapters = recipe("my_recam_full"), recipe("my_recam_8npu")
-    assert (config.model.trained, config.train.sharding) == ("attention", "fsdp2")
-    assert config.train.learning_rate < adapters.train.learning_rate
-    assert config.sample == adapters.sample
-    assert config.data == adapters.data
