@@ -97,8 +97,7 @@ def my_recam_8npu_footage() -> ConfigDict:
     config.data.root = "data/clips"
     config.data.tune_scenes = config.data.report_scenes = 0  # tools/prepare_clips.py holds clips out: split val
     # Nothing tells metres. With a depth, --config.reward.weights.pose_trans=1 --config.reward.weights.pose_dir=0.
-    weights = {"pose_rot": 1.0, "pose_dir": 1.0, "source_match": 0.3, "exposure": 0.3}
-    config.reward.weights = ConfigDict(weights)
+    config.reward.weights = ConfigDict({"pose_rot": 1.0, "pose_dir": 1.0, "source_match": 0.3, "exposure": 0.3})
     return config
 
 

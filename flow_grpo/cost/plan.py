@@ -255,13 +255,9 @@ def tokens_sent(
 ) -> float:
     """Return the bytes of tokens that ranks which share samples exchange, see `runtime.ranks.context_parallel`.
 
-    Args:
-        config: the recipe.
-        transformer: its configuration.
-        length: tokens of a row.
-        videos: target and source are 2; the last block then asks for the target's tokens only.
-        rows: forwards of one row, and backwards, in which the gradients of what was sent travel back.
-        recomputed: rows whose blocks are computed, and exchange, once more.
+    `length` is that of a row, of target and source where there are 2 `videos`: the last block then asks for the
+    target's only. `rows` are forwards of one, and backwards, in which the gradients of what was sent travel back; the
+    blocks of those `recomputed` exchange once more.
     """
     sharing, heads = config.train.context_parallel, transformer["num_attention_heads"]
     team = math.gcd(heads, sharing)
@@ -269,9 +265,8 @@ def tokens_sent(
     width, layers = heads * transformer["attention_head_dim"], transformer["num_layers"]
     asked = layers - 1 + 1 / videos  # blocks of queries and of outputs
     per_team, to_mates = 2 * (layers + asked) * (team - 1) / team, 2 * layers * (sharing // team - 1)
-    joined: float = math.prod(transformer["patch_size"]) * transformer["out_channels"] / videos * (sharing - 1)
-    sent: float = own * ((rows + recomputed) * width * (per_team + to_mates) + rows * joined)
-    return sent
+    joined = math.prod(transformer["patch_size"]) * transformer["out_channels"] / videos * (sharing - 1)
+    return float(own * ((rows + recomputed) * width * (per_team + to_mates) + rows * joined))
 
 
 def _memory(

@@ -250,10 +250,7 @@ def sample(
 ) -> tuple[list[Condition], Tensor]:
     """Return conditions, which are loaded as `loading` is iterated, and their final latents (collective call).
 
-    Errors are synchronised before the rollout, which is a collective call under FSDP2.
-
-    Raises:
-        RuntimeError: on every rank, if any failed in this phase.
+    Errors of a rank are raised on all before the rollout, which is a collective call under FSDP2.
     """
     with world.sync_errors(phase):
         conditions = list(loading)
@@ -269,12 +266,9 @@ def held_out_indices(dataset: Split, count: int) -> list[int]:
     """Return the indices of the `count` conditions of a data set to measure, the same in every run.
 
     They are of as many scenes as there are, each as often as any other: conditions of one scene tell less.
-
-    Raises:
-        ValueError: more than there are, or none.
     """
     total = len(dataset)
-    if not 1 <= count <= total:
+    if count > total:
         raise ValueError(
             f"eval.num_conditions={count} must be within 1..{total}, the held-out conditions there are: lower it or "
             "add scenes to data.eval_split; of scenes set aside raise data.report_scenes, with eval.split='tune' "

@@ -46,10 +46,8 @@ from flow_grpo.settings.schema import Config
 def assemble(config: Config, spec: str, device: torch.device, world: World, ledger: Ledger | None = None) -> Trainer:
     """Return a run's trainer, at its start or where the checkpoint to resume from left it (collective call).
 
-    `spec` is "FILE:RECIPE". The ledger counts seconds outside of epochs, by default from now on.
-
-    Raises:
-        ValueError: on every rank, for an input that is missing or unusable on any.
+    `spec` is "FILE:RECIPE". The ledger counts seconds outside of epochs, by default from now on. ValueError on every
+    rank for an input that is missing or unusable on any.
     """
     with raise_on_all_ranks(world):
         if world.is_main and config.data.tiny_world:

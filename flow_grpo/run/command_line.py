@@ -15,10 +15,8 @@ from flow_grpo.settings.schema import Config
 def read_command_line(words: Sequence[str] | None, doc: str | None = None) -> tuple[Config, str]:
     """Return the checked configuration and its recipe, "FILE:RECIPE"; print what a resumed run takes from where.
 
-    `words` are by default the process's; `doc` is the docstring of the program, for its help.
-
-    Raises:
-        ConfigError: a setting that cannot work, identical on every rank.
+    `words` are by default the process's; `doc` is the docstring of the program, for its help. ConfigError on every rank
+    for a setting that cannot work.
     """
     known, overrides = command_line(doc).parse_known_args(words)
     config, lines = starts.configuration(known.config, overrides)

@@ -44,11 +44,7 @@ def build_sampler(config: Config, train: Split, world: World) -> DistributedKRep
 
 
 def build_optimizer(config: Config, policy: Policy) -> torch.optim.Optimizer:
-    """Return AdamW over the trained weights; those that read the camera are a group if they have a rate of their own.
-
-    Raises:
-        ValueError: `train.camera_learning_rate` is set, but no trained weight reads the camera.
-    """
+    """Return AdamW over the trained weights; those that read the camera are a group where they have a rate."""
     train, parameters = config.train, policy.trained_parameters()
     groups: list[dict[str, Any]] = [{"params": parameters}]
     if train.camera_learning_rate:
@@ -114,11 +110,7 @@ def build_rewards(config: Config, weights: Mapping[str, float], world: World) ->
 
 
 def build_evaluator(config: Config, policy: Policy, held_out: Split, world: World) -> Evaluator:
-    """Return the evaluator on held-out conditions: rewards, similarity to the target video, gold metric.
-
-    Raises:
-        ValueError: the data lacks the files that the gold metric needs.
-    """
+    """Return the evaluator on held-out conditions: rewards, similarity to the target video, gold metric."""
     evaluation = config.eval
     needed = SCENE_FILES.get(evaluation.gold)
     if needed and not held_out.has_scene_file(needed):

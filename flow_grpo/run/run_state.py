@@ -105,11 +105,7 @@ class RunState:
         )
 
     def restore(self, path: Path, *, world: World) -> None:
-        """Restore a checkpoint (collective call).
-
-        Raises:
-            ValueError: damaged, of another model or data, or saved with other sampler numbers.
-        """
+        """Restore a checkpoint; ValueError for one that is damaged or of another run (collective call)."""
         found = checkpoint.load(path, identity=self.identity, world=world)
         state = found.state
         if "learned" in state:
@@ -174,10 +170,7 @@ class RunState:
 def load_weights(path: Path, policy: Policy, trained: str) -> None:
     """Load a checkpoint's weights into an unsharded network: the moving average where there is one.
 
-    The data that it was trained on is not checked; `trained` is the mode `model.trained`.
-
-    Raises:
-        ValueError: damaged, or of another model or training mode.
+    ValueError for a checkpoint of another model or mode `trained`; the data that it was trained on is not checked.
     """
     module = policy.module
     found = checkpoint.load(path, identity=model_identity(policy, trained), world=World(), partly=True)

@@ -50,10 +50,7 @@ def configuration(spec: str, overrides: Sequence[str] = ()) -> tuple[Config, lis
     A start that resumes takes the configuration of the checkpoint's run, with the overrides on top; only a new run that
     begins from another run's checkpoint may name another recipe, and then takes that recipe's.
 
-    `spec` is "FILE:RECIPE", the overrides are words of the command line, as for `load_config`.
-
-    Raises:
-        ConfigError: in one line, for anything that cannot work whatever the number of ranks.
+    `spec`, overrides and errors are those of `load_config`.
     """
     config = loading.unchecked(spec, overrides)  # beside what a run keeps, these alone need not be valid
     own = Path(config.output_root) / config.run_name

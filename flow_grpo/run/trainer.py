@@ -286,11 +286,7 @@ class Trainer:
                 self.gallery.training(batches[0], step, count=count, weights=weights, k=k)
 
     def evaluate_if_due(self) -> None:
-        """Measure the held-out conditions every `eval.every` epochs, and end the epoch's line on the console.
-
-        Raises:
-            BrokenPolicyError: on every rank, if a rule of `train.stop_if` holds.
-        """
+        """Measure the held-out conditions every `eval.every` epochs, end the epoch's line, and ask `train.stop_if`."""
         measured = dict(self.metrics)
         if self._evaluation_is_due(self.state.finished):
             evaluation = self.evaluate()

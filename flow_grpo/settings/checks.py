@@ -107,11 +107,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def check(config: Config) -> None:
-    """Refuse combinations that cannot work whatever the number of ranks.
-
-    Raises:
-        ConfigError: for all such combinations.
-    """
+    """Refuse, by one ConfigError, all combinations that cannot work whatever the number of ranks."""
     numbers = {
         "last_step": config.sample.num_steps - 2,
         "last_trained_step": _last_trained_step(config),
@@ -131,12 +127,7 @@ def check(config: Config) -> None:
 
 
 def check_world(config: Config, world_size: int) -> None:
-    """Check that the groups of an epoch fit the number of ranks.
-
-    Raises:
-        ConfigError: for ranks that are not whole groups of `train.context_parallel`, a batch over all ranks that is not
-            a whole number of groups, or a `contiguous` layout whose groups do not divide evenly among the ranks.
-    """
+    """Check that the groups of an epoch fit the number of ranks; ConfigError where they do not."""
     sample, sharing = config.sample, config.train.context_parallel
     if world_size % sharing:
         fewer = f"--config.train.context_parallel={math.gcd(world_size, sharing)}"

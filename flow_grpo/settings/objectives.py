@@ -68,12 +68,8 @@ def micro_batch(config: Config) -> int:
 def old_log_probs(train: TrainConfig, *, as_rolled_out: bool) -> OldLogProbs:
     """Return whose log-probabilities are the old policy's.
 
-    The rollout's own are those of the update's calls only where every micro-batch is a batch of the rollout; any other
+    The rollout's own are those of the update's calls only where every micro-batch is a batch of the rollout: any other
     batch size rounds differently. With one update an epoch the new ones without gradient are the old ones.
-
-    Args:
-        train: `old_log_prob` and `updates_per_epoch`.
-        as_rolled_out: every micro-batch of the epoch is exactly one batch of the rollout.
     """
     if train.old_log_prob != "auto":
         return train.old_log_prob

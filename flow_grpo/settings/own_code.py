@@ -28,24 +28,18 @@ def is_own(name: str) -> bool:
 
 
 def load_own(knob: str, name: str, *kinds: type) -> Any:
-    """Return the function, class or object of one of `kinds` that `FILE.py:NAME` names; `knob` is for refusals.
-
-    Raises:
-        ConfigError: there is no such file, it fails, or has nothing of that kind under that name.
-    """
+    """Return the function, class or object of one of `kinds` that `FILE.py:NAME` names; `knob` is for refusals."""
     path, _, attribute = name.partition(":")
     file = Path(path)
     if not file.is_file():
-        raise refusal(
-            knob, name, f"must be FILE.py:NAME, and there is no file {path} in {Path.cwd()}; correct the path"
-        )
+        text = f"must be FILE.py:NAME, and there is no file {path} in {Path.cwd()}; correct the path"
+        raise refusal(knob, name, text)
     try:
         module = _imported_once(file.resolve())
     except (Exception, SystemExit) as error:
-        raise refusal(
-            knob, name, f"must be a file that can be run, {why_it_fails(path, file, error)}; correct it"
-        ) from error
-    found = getattr(module, attribute, None) if attribute else None
+        text = f"must be a file that can be run, {why_it_fails(path, file, error)}; correct it"
+        raise refusal(knob, name, text) from error
+    found = getattr(module, attribute, None)
     if not callable(found) and not isinstance(found, kinds):
         objects = [n for n, value in vars(module).items() if isinstance(value, kinds)]
         own = [n for n, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]

@@ -26,10 +26,6 @@ def _must(holds: Callable[[Any], object], text: str) -> AfterValidator:
     return AfterValidator(validate)
 
 
-def _is_text(value: str) -> bool:
-    return "\0" not in value and not re.search("[\ud800-\udfff]", value)  # bytes that are no UTF-8 arrive so
-
-
 def _is_address(value: str) -> bool:
     try:
         url = urlsplit(value)
@@ -38,10 +34,6 @@ def _is_address(value: str) -> bool:
         return False
     plain = not url.query and not url.fragment and not re.search(r"[@,\s]", value)  # a password would be logged
     return url.scheme in ("http", "https") and bool(url.hostname) and port != 0 and plain and value.isascii()
-
-
-def _is_below(value: str) -> bool:
-    return not PurePath(value).is_absolute() and ".." not in PurePath(value).parts
 
 
 def _is_bucket(text: str) -> bool:
@@ -68,11 +60,7 @@ def _compile(value: str) -> str:
 
 
 def parse_bucket(text: str) -> tuple[int, int, int]:
-    """Return (frames, height, width) of "81x480x832".
-
-    Raises:
-        ValueError: another form.
-    """
+    """Return (frames, height, width) of "81x480x832"; ValueError for another form."""
     match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
     if match is None:
         raise ValueError("must be FRAMESxHEIGHTxWIDTH; pass for example 81x480x832,49x832x480")
@@ -80,11 +68,7 @@ def parse_bucket(text: str) -> tuple[int, int, int]:
 
 
 def parse_rule(text: str) -> tuple[str, bool, float]:
-    """Return (metric, whether it must not fall below, bound) of "eval_change/rot_err_deg>2".
-
-    Raises:
-        ValueError: another form.
-    """
+    """Return (metric, whether it must not fall below, bound) of "eval_change/rot_err_deg>2"; ValueError otherwise."""
     match = re.fullmatch(r"(\w+/[^<>\s]+)([<>])([-+.\de]+)", text)
     try:
         if match is not None:
@@ -98,7 +82,13 @@ def parse_rule(text: str) -> tuple[str, bool, float]:
 Bool = StrictBool
 Int = Annotated[StrictInt, _must(lambda value: abs(value) < 10**18, "must be a whole number of at most 18 digits")]
 Float = StrictFloat  # takes whole numbers, too
-Text = Annotated[StrictStr, _must(_is_text, "must be a text in UTF-8 without NUL characters")]
+Text = Annotated[
+    StrictStr,
+    _must(
+        lambda value: not re.search("[\0\ud800-\udfff]", value),  # bytes that are no UTF-8 arrive as surrogates
+        "must be a text in UTF-8 without NUL characters",
+    ),
+]
 RunName = Annotated[
     Text,
     _must(
@@ -123,7 +113,11 @@ Place = Annotated[
     ),
 ]
 Split = Annotated[
-    Place, _must(_is_below, "must be a folder below data.root; pass --config.data.root for another place")
+    Place,
+    _must(
+        lambda value: not PurePath(value).is_absolute() and ".." not in PurePath(value).parts,
+        "must be a folder below data.root; pass --config.data.root for another place",
+    ),
 ]
 Bucket = Annotated[
     Text,
@@ -179,12 +173,9 @@ def notation(kind: Any) -> str:
 
 
 def parse(kind: Any, text: str) -> Any:
-    """Parse a command-line text as a value of a type (without validators).
+    """Parse a command-line text as a value of a type (without validators); ValueError where it is none.
 
     Lists may have brackets and their items quotes, as Python writes them. A table is "name=value,name=value".
-
-    Raises:
-        ValueError: the text is not a value of that type.
     """
     args = get_args(kind)
     if type(None) in args:

@@ -133,10 +133,7 @@ def update(updater: Updater, batch: TrainingBatch, epoch: int) -> dict[str, floa
 
 
 def log_ratio_of_one_update(trainer: Trainer) -> float:
-    """Return the rms log-ratio of a batch after one update with signs as advantages; weights are restored.
-
-    Collective call: every rank must call it.
-    """
+    """Return the rms log-ratio of a batch after one update with signs as advantages, restoring weights; collective."""
     objective, rows = replaying_objective(trainer), micro_batch(trainer.config)
     assert objective is not None, "only recorded steps have a log-ratio"
     with _restored_afterwards(trainer):

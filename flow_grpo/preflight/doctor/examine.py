@@ -52,11 +52,7 @@ def full(updates_per_epoch: int) -> Mapping[str, Check]:
 
 
 def examine(trainer: Trainer) -> None:
-    """Examine a run, report on rank 0, and plot its stochastic steps; nothing where no epoch is left.
-
-    Raises:
-        ValueError: on every rank, if a check failed.
-    """
+    """Examine a run that has an epoch left, report, and plot its stochastic steps; ValueError if a check failed."""
     if trainer.config.doctor != "fast" or trainer.state.finished >= trainer.config.num_epochs:
         return
     begun, random = time.perf_counter(), device_api.rng_state(trainer.device)
