@@ -32,11 +32,10 @@ from flow_grpo.data.dataset import ConditionDataset
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.splits import whole_splits
 from flow_grpo.judging.evaluate import eval_guidance, training_guidance
-from flow_grpo.models.encoders.codec import Codec, codec_settings
+from flow_grpo.models.encoders.codec import codec_settings
 from flow_grpo.models.encoders.encodings import Encodings
-from flow_grpo.models.encoders.texts import TextEncoder
 from flow_grpo.models.registry import video_model
-from flow_grpo.models.wan_policy import check_folder, open_images
+from flow_grpo.models.wan_policy import check_folder, open_encoders
 from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import World
@@ -79,11 +78,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def open_encodings(config: Config, device: torch.device) -> Encodings:
     """Return a recipe's encoders and the store of their results; ValueError for an incomplete model folder."""
-    model, folder = config.model, check_folder(video_model(config.model.kind), config.model.path)
-    codec = Codec.from_folder(folder / "vae", device=device, **codec_settings(model))
-    texts = TextEncoder.from_folder(folder, DTYPES[model.dtype], device=device)
-    store = TensorStore(Path(model.encodings), limit=0)
-    images = open_images(video_model(model.kind), folder, DTYPES[model.dtype], device=device)
+    model, kind = config.model, video_model(config.model.kind)
+    folder, store = check_folder(kind, model.path), TensorStore(Path(model.encodings), limit=0)
+    codec, texts, images = open_encoders(kind, folder, DTYPES[model.dtype], codec_settings(model), device=device)
     return Encodings(codec, texts, store, images=images, max_prompt_tokens=model.max_prompt_tokens)
 
 

@@ -39,16 +39,6 @@ def transformer_config(model: VideoModel, model_folder: str | Path) -> dict[str,
     return dict(model.published) | (json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {})
 
 
-def codec_config(model_folder: str | Path) -> Mapping[str, Any]:
-    """Return the configuration of a model folder's codec."""
-    folder = Path(model_folder, "vae")
-    if (folder / "config.json").is_file():
-        return read_config(folder)
-    with torch.device("meta"):
-        found: Mapping[str, Any] = AutoencoderKLWan().config
-    return found
-
-
 class FakePolicy(WanPolicy):
     """A `WanPolicy` whose networks are fake: two transformer blocks, no text encoder.
 
@@ -63,7 +53,7 @@ class FakePolicy(WanPolicy):
     def __init__(self, config: Config) -> None:
         own = video_model(config.model.kind)
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)  # the context in which new tensors are fake
-        device, model, codec = torch.device("cpu"), config.model, codec_config(config.model.path)
+        device, model, codec = torch.device("cpu"), config.model, read_config(Path(config.model.path, "vae"))
         settings = transformer_config(own, model.path)
         settings["num_layers"] = min(2, settings["num_layers"])
         with self.fake_mode:

@@ -72,7 +72,7 @@ def load_networks(
         ValueError: a component is missing or damaged, or the transformer is another model.
     """
     folder = check_folder(model, path)
-    codec = Codec.from_folder(folder / "vae", device=device, offload=offload, **codec_options)
+    codec, texts, images = open_encoders(model, folder, dtype, codec_options, device=device, offload=offload)
     transformer = load_transformer(model.network, folder / "transformer", dtype)
     if boundary := transformer.config.get(BOUNDARY):
         raise ValueError(
@@ -86,8 +86,6 @@ def load_networks(
             f"{folder / 'transformer'} reads {given} channels, must read {wanted} with this codec: it is of another "
             "model than model.kind names; give its folder"
         )
-    texts = TextEncoder.from_folder(folder, dtype, device=device, offload=offload)
-    images = open_images(model, folder, dtype, device=device, offload=offload)
     widths = [("text_encoder", texts.width, "text_dim")]
     widths += [] if images is None else [("image_encoder", images.width, "image_dim")]
     for encoder, made, field in widths:
@@ -100,13 +98,15 @@ def load_networks(
     return Networks(model=model, transformer=transformer, codec=codec, texts=texts, images=images, identity=identity)
 
 
-def open_images(
-    model: VideoModel, folder: Path, dtype: torch.dtype, *, device: torch.device, offload: bool = False
-) -> ImageEncoder | None:
-    """Open the image encoder of a model folder, if the model has one; ValueError as `from_folder`."""
+def open_encoders(
+    model: VideoModel, folder: Path, dtype: torch.dtype, codec_options: Mapping[str, Any], **placement: Any
+) -> tuple[Codec, TextEncoder, ImageEncoder | None]:
+    """Open the frozen parts of a model folder, the image encoder if the model has one; see `load_networks`."""
+    codec = Codec.from_folder(folder / "vae", **codec_options, **placement)
+    texts = TextEncoder.from_folder(folder, dtype, **placement)
     if "image_encoder" not in model.components:
-        return None
-    return ImageEncoder.from_folder(folder, dtype, device=device, offload=offload)
+        return codec, texts, None
+    return codec, texts, ImageEncoder.from_folder(folder, dtype, **placement)
 
 
 def check_folder(model: VideoModel, path: str | Path) -> Path:
@@ -205,11 +205,7 @@ class WanPolicy:
     def from_config(
         cls, video_model: VideoModel, model: ModelConfig, sample: SampleConfig, device: torch.device
     ) -> WanPolicy:
-        """Load `model.path` with the parameters that `model.trained` names trainable.
-
-        Raises:
-            ValueError: as in `load_networks`, or a setting does not fit the model.
-        """
+        """Load `model.path` with the parameters that `model.trained` names trainable; ValueError as `load_networks`."""
         settings = {"offload": model.offload} | codec_settings(model)
         networks = load_networks(video_model, model.path, DTYPES[model.dtype], device, **settings)
         apply_training_mode(networks.transformer, model)
@@ -231,11 +227,7 @@ class WanPolicy:
         return policy
 
     def share_tokens(self, context: ContextParallel) -> None:
-        """Compute every sample together with the ranks of `context` (collective call); call before wrapping.
-
-        Raises:
-            ValueError: the network cannot share its tokens.
-        """
+        """Compute every sample together with the ranks of `context` (collective call); call before wrapping."""
         self.model.share(self.module, context)
 
     def keep_reference(self, *, offload: bool = False, start: nn.Module | None = None) -> None:
@@ -284,12 +276,7 @@ class WanPolicy:
         self.encodings.learn(latents)
 
     def latent_shape(self, conditions: Sequence[Condition]) -> tuple[int, int, int, int]:
-        """Return (C, F, H, W) of the target latents.
-
-        Raises:
-            ValueError: the videos differ in size, do not have 4n+1 frames, or height and width are not multiples of
-                the codec's compression times the patch size, or the model has no positions for so large a video.
-        """
+        """Return (C, F, H, W) of the target latents; ValueError if videos differ in size, or by `check_size`."""
         self.model.check(conditions)
         shapes = {condition.size for condition in conditions}
         if len(shapes) != 1:

@@ -1,10 +1,12 @@
 """The policy on fake tensors."""
 
 import json
+from pathlib import Path
 
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flow_grpo.models.fake_policy import FakePolicy, codec_config, transformer_config
+from flow_grpo.models.encoders.codec import read_config
+from flow_grpo.models.fake_policy import FakePolicy, transformer_config
 from flow_grpo.models.recam import RECAM
 from flow_grpo.settings.loading import load_config
 from tests.tiny_models import make_tiny_folder
@@ -12,7 +14,7 @@ from tests.tiny_models import make_tiny_folder
 
 def test_without_a_model_folder_every_network_is_that_of_wan_and_no_text_encoder_is_loaded():
     config = load_config("config/grpo.py:my_recam_8npu")
-    codec = codec_config(config.model.path)
+    codec = read_config(Path(config.model.path, "vae"))
     assert (codec["z_dim"], codec["scale_factor_temporal"], codec["scale_factor_spatial"]) == (16, 4, 8)
     policy = FakePolicy(config)
     assert all(isinstance(parameter, FakeTensor) for parameter in policy.module.parameters())
@@ -28,7 +30,7 @@ def test_what_a_model_folder_leaves_out_is_that_of_wan(tmp_path):
     for part, content in (("transformer", {"num_layers": 3}), ("vae", {"z_dim": 16, "base_dim": 24})):
         (tmp_path / part).mkdir()
         (tmp_path / part / "config.json").write_text(json.dumps(content))
-    transformer, codec = transformer_config(RECAM, tmp_path), codec_config(tmp_path)
+    transformer, codec = transformer_config(RECAM, tmp_path), read_config(tmp_path / "vae")
     assert (transformer["num_layers"], transformer["text_dim"]) == (3, 4096)
     assert (codec["base_dim"], codec["scale_factor_temporal"]) == (24, 4)
 

@@ -90,8 +90,7 @@ class Codec:
     def from_folder(cls, folder: Path, *, numbers: Numbers = "fp32", **settings: Any) -> Codec:
         """Return the codec of a folder in diffusers layout, without loading weights; `settings` as in `Codec`.
 
-        Raises:
-            ValueError: a file is missing or damaged, the weights are not those of config.json, or as in `Codec`.
+        ValueError if a file is missing or damaged, the weights are not those of config.json, or as in `Codec`.
         """
         check_component(folder)
         outline, stored = _on_meta(folder), stored_shapes(folder)
@@ -161,7 +160,7 @@ def _load_half(folder: Path, half: Half, dtype: torch.dtype) -> AutoencoderKLWan
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """Return the configuration of a codec folder, completed with diffusers' defaults, which are Wan's own codec."""
+    """Return a codec folder's configuration; what it lacks, be it all, is diffusers' default, Wan's own codec."""
     found: Mapping[str, Any] = _on_meta(folder).config
     return found
 
@@ -169,7 +168,9 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 def _on_meta(folder: Path) -> AutoencoderKLWan:
     try:
         with torch.device("meta"):
-            network: AutoencoderKLWan = AutoencoderKLWan.from_config(AutoencoderKLWan.load_config(str(folder)))
+            named = (folder / "config.json").is_file()
+            config = AutoencoderKLWan.load_config(str(folder)) if named else {}
+            network: AutoencoderKLWan = AutoencoderKLWan.from_config(config)
     except Exception as error:  # diffusers raises a different type for each kind of nonsense in config.json
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
@@ -179,11 +180,7 @@ def _on_meta(folder: Path) -> AutoencoderKLWan:
 
 
 def scale_factors(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the codec's temporal and spatial compression.
-
-    Raises:
-        ValueError: the configured scale factors differ from those of the layers.
-    """
+    """Return the codec's temporal and spatial compression; ValueError if config and layers differ in them."""
     built = (2 ** sum(config["temperal_downsample"]), 2 ** (len(config["dim_mult"]) - 1) * (config["patch_size"] or 1))
     named = (config["scale_factor_temporal"], config["scale_factor_spatial"])
     if named != built:
