@@ -20,11 +20,7 @@ _MATRIX_TEXT = re.compile(r"(\s*\[[^\[\]_]*\]){4}\s*")  # Python would read 1_0 
 
 
 def camera_names(file: Path) -> tuple[str, ...]:
-    """Read the names of the cameras that have a pose in a file's first frame, sorted.
-
-    Raises:
-        ValueError: unreadable file, or one without a first frame.
-    """
+    """Read the names of the cameras that have a pose in a file's first frame, sorted; ValueError without one."""
     first = read_json_object(file, BAD_JSON).get("frame0")
     if not isinstance(first, dict):
         raise ValueError(f"camera file {file} has no frame0; {BAD_JSON}")

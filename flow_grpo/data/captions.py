@@ -22,8 +22,7 @@ _TABLES: LruCache[tuple[object, ...], Captions] = LruCache(16)  # one may have a
 def caption_of(video: Path, root: Path) -> str | None:
     """Return a video's caption, None if no table lies on its way up to the folder `root`.
 
-    Raises:
-        ValueError: the nearest table cannot be read, or has not one text for the video.
+    ValueError if the nearest table cannot be read, or has not one text for the video.
     """
     file = next(tables(video.parent, root), None)
     if file is None:
@@ -47,11 +46,7 @@ def tables(folder: Path, root: Path) -> Iterator[Path]:
 
 
 def read_captions(file: Path) -> Captions:
-    """Read a table: `file_name` as it stands there -> its texts, one unless the table is wrong.
-
-    Raises:
-        ValueError: the file is no such table, see `read_table`.
-    """
+    """Read a table: `file_name` as it stands there -> its texts, one unless it is wrong; ValueError as `read_table`."""
     found = file.stat()
 
     def read() -> Captions:

@@ -123,11 +123,7 @@ def make_loader(
 
 
 def next_batch(batches: Iterator[_Batch]) -> _Batch:
-    """Take the next batch of an iterator over `make_loader`'s loader.
-
-    Raises:
-        RuntimeError: a worker process was killed.
-    """
+    """Take the next batch of an iterator over `make_loader`'s loader; RuntimeError if a worker was killed."""
     try:
         return next(batches)
     except (ConnectionError, EOFError):

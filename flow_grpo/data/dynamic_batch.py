@@ -368,10 +368,7 @@ class LimitedPointsCollateFn:
 def sample_cost(sample: Any) -> int:
     """Cost of a sample: its `cost` or the tokens of its video `size` (frames, height, width).
 
-    Both may be attributes or keys.
-
-    Raises:
-        TypeError: the sample has neither.
+    Both may be attributes or keys; TypeError if there is neither.
     """
     cost, size = (
         sample.get(name) if isinstance(sample, Mapping) else getattr(sample, name, None) for name in ("cost", "size")

@@ -33,11 +33,7 @@ class KRepeatIndices(AlreadySharded, Sampler[list[int]]):
         self._begun = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iterators.
-
-        Raises:
-            ValueError: it is negative.
-        """
+        """Choose the epoch of the next iterators; ValueError for a negative one."""
         if epoch < 0:
             raise ValueError(f"epoch is {epoch}, must be at least 0")
         self.epoch, self._begun = epoch, False
@@ -53,11 +49,7 @@ class KRepeatIndices(AlreadySharded, Sampler[list[int]]):
         return self.sampler.num_batches_per_epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Iterate over the epoch's batches.
-
-        Raises:
-            StaleBatchError: batches of this epoch were delivered already.
-        """
+        """Iterate over the epoch's batches; StaleBatchError if they were delivered already."""
         if self._begun:
             raise StaleBatchError(
                 f"epoch {self.epoch} was begun already; before iter(loader) call set_epoch({self.epoch + 1}), or "

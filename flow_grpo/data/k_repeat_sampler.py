@@ -47,11 +47,7 @@ class AlreadySharded:
 
     @property
     def drop_last(self) -> bool:
-        """Refuse to be sharded.
-
-        Raises:
-            TypeError: always.
-        """
+        """Refuse to be sharded, by a TypeError."""
         raise TypeError(
             f"{type(self).__name__} yields this rank's batches already, so accelerator.prepare would lose all but one "
             "in num_processes of them; prepare model and optimizer only, and iterate over the loader as it is"
@@ -130,11 +126,7 @@ class DistributedKRepeatSampler(AlreadySharded, Sampler[list[SampleKey]]):
         return self.num_replicas * self.batch_size // self.k
 
     def plan(self, step: int) -> list[list[SampleKey]]:
-        """Plan the W lists of B keys of any step, in rank order; a pure function of the step.
-
-        Raises:
-            ValueError: negative step.
-        """
+        """Plan the W lists of B keys of any step >= 0, in rank order; a pure function of the step."""
         _check_step(step)
         m, size, batches = self.conditions_per_batch, self.batch_size, self.num_batches_per_epoch
         if self.layout == "contiguous":  # the copies of a round, group by group, go to the ranks in turn
@@ -151,11 +143,7 @@ class DistributedKRepeatSampler(AlreadySharded, Sampler[list[SampleKey]]):
         return [keys[rank * size : (rank + 1) * size] for rank in range(self.num_replicas)]
 
     def seek(self, step: int) -> None:
-        """Set the step that the consumer takes next; new iterators start there, existing ones are not affected.
-
-        Raises:
-            ValueError: negative step.
-        """
+        """Set the step >= 0 that the consumer takes next; new iterators start there, existing ones stay."""
         _check_step(step)
         self.next_step = step
 

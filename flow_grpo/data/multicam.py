@@ -218,10 +218,8 @@ class MultiCamDataset(ConditionDataset):
     def check_apart(self, held_out: ConditionDataset) -> None:
         """Refuse to train here on a held-out video, be it under a link or a copy.
 
-        Only files of equal size are read and compared, so that this costs little more than listing them.
-
-        Raises:
-            ValueError: names both files.
+        Only files of equal size are read and compared, so that this costs little more than listing them. The ValueError
+        names both files.
         """
         assert isinstance(held_out, MultiCamDataset)
         own, others = ([s.video(camera) for s in data.scenes for camera in s.cameras] for data in (self, held_out))

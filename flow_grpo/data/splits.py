@@ -1,4 +1,4 @@
-"""The data a recipe trains and evaluates on: the videos of a folder, or prompts alone."""
+"""The data a recipe trains and evaluates on: the videos of a folder, or prompts alone; ValueError if unusable."""
 
 from __future__ import annotations
 
@@ -47,31 +47,19 @@ def prompt_data(data: DataConfig, file: str, choose: Callable[[list[str]], list[
 
 
 def training_data(data: DataConfig) -> Split:
-    """Conditions to train on: the training split without what is set aside.
-
-    Raises:
-        ValueError: the data are missing or unusable.
-    """
+    """Conditions to train on: the training split without what is set aside."""
     return _training_split(data, 0)
 
 
 def held_out_data(data: DataConfig, evaluation: EvalConfig) -> Split:
-    """Conditions that `eval.split` evaluates on: those set aside, or of `data.eval_split` where none are to report.
-
-    Raises:
-        ValueError: the data are missing or unusable.
-    """
+    """Conditions that `eval.split` evaluates on: those set aside, or of `data.eval_split` where none are to report."""
     if evaluation.split == "tune" or data.report_scenes:
         return _training_split(data, 1 if evaluation.split == "tune" else 2)
     return prompt_data(data, data.eval_prompts) if data.prompts else multicam_data(data, data.eval_split)
 
 
 def whole_splits(data: DataConfig) -> list[Split]:
-    """All that a run may train or evaluate on.
-
-    Raises:
-        ValueError: the data are missing or unusable.
-    """
+    """All that a run may train or evaluate on."""
     whole = prompt_data(data, data.prompts) if data.prompts else multicam_data(data, data.train_split)
     return [whole] if data.report_scenes else [whole, held_out_data(data, EvalConfig())]
 
@@ -81,10 +69,8 @@ def set_aside(
 ) -> tuple[list[Item], list[Item], list[Item]]:
     """Part items into (the others, `tune`, `report`), each in the given order, by a hash of their distinct names.
 
-    The items' `kind` is "scenes" or "prompts". How many are reported does not change which are tuned on.
-
-    Raises:
-        ValueError: no item would be left.
+    The items' `kind` is "scenes" or "prompts". How many are reported does not change which are tuned on. ValueError if
+    no item would be left.
     """
     if tune + report >= len(items):
         raise ValueError(

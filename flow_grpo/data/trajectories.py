@@ -126,7 +126,7 @@ def read_source_path(file: Trajectory, num_frames: int, found: PoseFile | None =
     what the file holds, where it was read before.
 
     Raises:
-        ValueError: unreadable file, unknown field, fps, fewer poses than frames, or poses that `fit_path` refuses.
+        ValueError: as `read_path`, or for a file with fps or fewer poses than frames.
     """
     found = found or read_poses(file)
     poses, fps = found.poses, found.fps

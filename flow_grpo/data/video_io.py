@@ -142,10 +142,8 @@ def fit_video(video: Tensor, height: int, width: int) -> Tensor:
 def nearest_bucket(size: Size, buckets: Sequence[Size]) -> Size:
     """Choose the longest bucket that a video of `size` can fill; of equally long ones the nearest aspect ratio.
 
-    Ties in aspect ratio (log ratio equal to 1e-6) go to the bucket with most pixels, then to the first.
-
-    Raises:
-        ValueError: the video is shorter than every bucket.
+    Ties in aspect ratio (log ratio equal to 1e-6) go to the bucket with most pixels, then to the first. ValueError if
+    the video is shorter than every bucket.
     """
     frames, height, width = size
     longest = max((bucket[0] for bucket in buckets if bucket[0] <= frames), default=None)
@@ -165,13 +163,10 @@ class VideoCache:
         self._videos: LruCache[tuple[object, ...], tuple[Tensor, tuple[int, int], float]] = LruCache(limit, _pixels)
 
     def read(self, path: Path, num_frames: int, height: int, width: int) -> tuple[Tensor, tuple[int, int], float]:
-        """Read the first frames, fitted to (3, num_frames, height, width) uint8.
+        """Read the first frames, fitted to (3, num_frames, height, width) uint8; ValueError as `read_video`.
 
         Beside them are returned the (height, width) of the video itself and its frame rate. The tensor is shared with
         the cache: do not write to it.
-
-        Raises:
-            ValueError: as `read_video`.
         """
 
         def read() -> tuple[Tensor, tuple[int, int], float]:

@@ -40,8 +40,7 @@ class ImageEncoder(FrozenEncoder):
     def from_folder(cls, folder: Path, dtype: torch.dtype, **placement: Any) -> ImageEncoder:
         """Return the encoder of a model folder's image_encoder/ and image_processor/, without loading weights.
 
-        Raises:
-            ValueError: a file is missing or damaged, or the weights are not those of config.json.
+        ValueError if a file is missing or damaged, or the weights are not those of config.json.
         """
         encoder, processor = folder / "image_encoder", folder / "image_processor"
         check_component(encoder)

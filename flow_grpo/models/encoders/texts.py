@@ -37,8 +37,7 @@ class TextEncoder(FrozenEncoder):
     def from_folder(cls, folder: Path, dtype: torch.dtype, **placement: Any) -> TextEncoder:
         """Return the encoder of a model folder's text_encoder/ and tokenizer/, without loading weights.
 
-        Raises:
-            ValueError: a file is missing or damaged, or the weights are not those of config.json.
+        ValueError if a file is missing or damaged, or the weights are not those of config.json.
         """
         encoder, tokenizer = folder / "text_encoder", folder / "tokenizer"
         check_component(encoder)

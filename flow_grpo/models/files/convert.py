@@ -215,10 +215,8 @@ def _from_original(found: Mapping[str, Any]) -> dict[str, Any]:
 def with_step(base: Mapping[str, Tensor], step: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Renaming, Renaming]:
     """Return ReDirector's whole transformer under diffusers names, and how base and step were renamed.
 
-    The base is Wan2.1-Fun-Control-Camera; `stepN.safetensors` replaces self-attention and brings the phases.
-
-    Raises:
-        ValueError: one of them is another checkpoint, or they differ in depth.
+    The base is Wan2.1-Fun-Control-Camera; `stepN.safetensors` replaces self-attention and brings the phases. ValueError
+    if one of them is another checkpoint, or they differ in depth.
     """
     below, above = plan_renaming(base, FUN_CAMERA), plan_renaming(step, REDIRECTOR_STEP)
     if below.depth != above.depth:

@@ -81,10 +81,8 @@ def _renamed(stored: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
 def start_from(transformer: Any, path: Path) -> None:
     """Give the adapters of a transformer, which are to be trained, the weights of another training's.
 
-    The effect is that of the file's own scale.
-
-    Raises:
-        ValueError: as in `read_lora`, or it has adapters on other modules, of another rank, or scaled one by one.
+    The effect is that of the file's own scale. ValueError as `read_lora`, or if it has adapters on other modules, of
+    another rank, or scaled one by one.
     """
     stored, settings = read_lora(path)
     config = transformer.peft_config["default"]

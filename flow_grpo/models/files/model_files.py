@@ -23,11 +23,8 @@ DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 def check_component(folder: Path) -> dict[str, Any]:
     """Check a component's JSON files and the headers of its weights, and return its config.json.
 
-    Components are loaded lazily, so damaged files must be found here and not hours into a run.
-
-    Raises:
-        ValueError: config.json is missing, a JSON file is damaged, or safetensors weights are missing, truncated or of
-            another type than bf16, fp16 and fp32.
+    Components are loaded lazily, so damaged files must be found here and not hours into a run: ValueError if
+    config.json is missing, a JSON file is damaged, or as `stored_shapes`.
     """
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder / 'config.json'} is missing; give a model folder in diffusers layout")

@@ -191,11 +191,7 @@ class VideoToVideoWan(WanTransformer3DModel):
     def from_pretrained(
         cls: type[Network], pretrained_model_name_or_path: str | PathLike[Any] | None, **settings: Any
     ) -> Network:
-        """Load a folder as diffusers does, an exported transformer (`save_adapter`) included.
-
-        Raises:
-            OSError: it holds no weights.
-        """
+        """Load a folder as diffusers does, an exported transformer (`save_adapter`) included."""
         folder = str(pretrained_model_name_or_path)
         if any(Path(folder, settings.get("subfolder") or "").glob(f"*.{cls.variant}*")):
             settings = {"variant": cls.variant} | settings
