@@ -104,14 +104,6 @@ def test_shuffled_is_a_uniform_permutation():
     assert len({tuple((gid % 4, slot) for _, gid, slot, _ in flat(plan)) for plan in plans}) == 9
 
 
-@pytest.mark.parametrize("layout", k_repeat_sampler.LAYOUTS)
-def test_every_rank_draws_its_part_of_one_plan(layout):
-    ranks = [iter(make(50, rank=rank, layout=layout, num_replicas=4)) for rank in range(4)]
-    expected = make(50, layout=layout, num_replicas=4)
-    for step in range(4):
-        assert [next(rank) for rank in ranks] == expected.plan(step)
-
-
 # --- passes over the dataset
 
 
@@ -182,16 +174,6 @@ def test_seeking_moves_new_iterators_and_not_running_ones():
     for call in (sampler.plan, sampler.set_epoch):
         with pytest.raises(ValueError, match="step is -1"):
             call(-1)
-
-
-def test_a_sampler_that_is_sharded_once_more_is_noticed_on_every_rank():
-    for rank, taken_before in ((0, 1), (1, 0)):
-        sampler = make(num_replicas=2, rank=rank)
-        batches = itertools.islice(iter(sampler), rank, None, 2)  # one batch in 2
-        for _ in range(taken_before):
-            sampler.check(next(batches)[0][0])
-        with pytest.raises(k_repeat_sampler.StaleBatchError, match=r"out of accelerator\.prepare"):
-            sampler.check(next(batches)[0][0])
 
 
 # --- resuming

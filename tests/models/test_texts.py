@@ -37,14 +37,6 @@ def test_the_network_is_loaded_by_the_first_prompt(tmp_path):
     assert made._network is not None and len(calls) == 1
 
 
-@torch.no_grad()
-def test_embeddings_are_those_of_the_tokens_and_no_padding(encoder):
-    tokens = tiny_tokenizer()(["a room"], return_tensors="pt")
-    expected = tiny_text_encoder()(tokens.input_ids, tokens.attention_mask).last_hidden_state[0]
-    found = encoder.embed("  a \n room ", 6)
-    assert found.shape == (3, 16) and torch.equal(found, expected)
-
-
 def test_long_prompts_are_truncated_with_a_warning(encoder, caplog):
     assert encoder.embed("a room with the camera pan left", 4).shape == (4, 16)
     assert "'a room with the camera pan left' has 8 tokens and is cut to 4" in caplog.text

@@ -59,17 +59,6 @@ def test_the_converted_folder_is_base_and_step_together_and_converts_back(tmp_pa
     assert "97 tensors" in (said := capsys.readouterr().out) and "4 phase tensors" in said
 
 
-def test_bf16_leaves_in_fp32_what_wan_computes_in_fp32(tmp_path, given):
-    assert run(given, tmp_path / "out", "--dtype", "bf16", "--link") == 0
-    written = safetensors.torch.load_file(tmp_path / "out" / "transformer" / model_files.WEIGHTS_FILE)
-    assert same(
-        written,
-        load_transformer(ReDirectorTransformer3DModel, tmp_path / "out" / "transformer", torch.bfloat16).state_dict(),
-    )
-    assert written["blocks.0.attn1.phase_qk.weight"].dtype == torch.bfloat16
-    assert written["blocks.0.norm2.weight"].dtype == torch.float32
-
-
 def test_what_does_not_fit_is_refused_in_one_line_and_nothing_is_written(tmp_path, given, capsys):
     out = tmp_path / "out"
     assert tool.main(["--step", str(given["step"]), "--out", str(out)]) == 2
