@@ -30,11 +30,8 @@ def read_verdicts(
 ) -> Verdicts:
     """Read the verdicts of a file written by `write_verdicts` with the same `settings_of` settings.
 
-    Args:
-        file: file of verdicts.
-        settings: settings of the run.
-        contents: scene -> hash of its files, see `multicam.contents_by_scene`; a scene without verdicts is not judged.
-        forget: leave out the scenes whose files have changed instead of refusing, to judge them again.
+    `contents` has every scene's hash of its files, see `multicam.contents_by_scene`; a scene without verdicts is not
+    judged. With `forget`, scenes whose files have changed are left out instead of refused, to judge them again.
 
     Raises:
         ValueError: missing file, not a file of verdicts, other settings, or verdicts of another data set.

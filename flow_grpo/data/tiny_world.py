@@ -31,7 +31,6 @@ from flow_grpo.runtime.atomic_file import atomic_path
 from flow_grpo.runtime.json_files import read_json
 from flow_grpo.runtime.video_file import write_video
 
-LENS_FOLDER = "f{focal:g}_aperture10"
 WALL_COLOURS = ("black", "blue", "green", "cyan", "red", "magenta", "yellow", "white")  # index = 4 r + 2 g + b
 
 
@@ -182,7 +181,7 @@ def write_tiny_world(root: str | Path, spec: WorldSpec) -> None:
     with atomic_path(Path(root)) as partial:
         for split, count in spec.scenes.items():
             for number in range(1, count + 1):
-                folder = partial / split / LENS_FOLDER.format(focal=spec.focal_mm) / f"scene{number}"
+                folder = partial / split / f"f{spec.focal_mm:g}_aperture10" / f"scene{number}"
                 roles = ROLES[split] if spec.furnished else Roles(())
                 scene = make_scene(spec, split, number)
                 _write_scene(folder, spec, scene, roles)
