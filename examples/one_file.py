@@ -45,8 +45,9 @@ from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.models.adapters import trained_names
 from flow_grpo.models.recam import RECAM
 from flow_grpo.models.wan_policy import WanPolicy, load_networks
-from flow_grpo.records import Condition, Conditioning
+from flow_grpo.records import Condition, Conditioning, Guidance
 from flow_grpo.rewards.base import Reward, build_reward
+from flow_grpo.settings.schema import ModelConfig
 
 # The numbers of the recipe, where docs/config.md and docs/learning.md say more about each.
 SEED = 0
@@ -404,11 +405,12 @@ def main() -> tuple[list[dict[str, float]], dict[str, Tensor], list[Tensor]]:
     rewards = {name: build_reward(name, data_root=DATA) for name in WEIGHTS}
 
     cpu = torch.device("cpu")
-    networks = load_networks(RECAM, MODEL, torch.float32, cpu)
+    model = ModelConfig(path=MODEL, dtype="fp32", max_prompt_tokens=8, vae_slicing=False)
+    networks = load_networks(RECAM, model, cpu)
     names = trained_names(networks.transformer, "attention")  # self-attention and camera encoder of every block
     for name, weight in networks.transformer.eval().named_parameters():
         weight.requires_grad_(name in names)
-    policy = WanPolicy(networks, max_prompt_tokens=8, device=cpu)
+    policy = WanPolicy(networks, model, Guidance(1.0, ""), cpu)
     policy.boundary_ratio = BOUNDARY
     policy.keep_reference()  # a copy of what is trained
     weights = policy.trained_parameters()  # in fp32, like all that is computed here

@@ -15,7 +15,10 @@ from flow_grpo.models.encoders.texts import TextEncoder
 from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.networks.redirector_transformer import ReDirectorTransformer3DModel, is_phase_weight
 from flow_grpo.models.recam import RECAM
-from flow_grpo.models.wan_policy import Networks
+from flow_grpo.models.wan_policy import Networks, WanPolicy
+from flow_grpo.records import Guidance
+from flow_grpo.runtime.tensor_store import TensorStore
+from flow_grpo.settings.schema import ModelConfig
 
 WORDS = ["<pad>", "</s>", "<unk>", "a", "room", "with", "the", "camera", "pan", "left", "right", "zoom", "slowly"]
 CHANNELS = 4
@@ -127,7 +130,7 @@ def tiny_image_encoder(seed: int = 0) -> CLIPVisionModel:
 
 def codec_of(vae: AutoencoderKLWan) -> Codec:
     """Return a codec whose halves are both this network."""
-    return Codec(vae.config, lambda _: vae, "", device=CPU)
+    return Codec(vae.config, lambda _: vae, "", tiny_settings(), CPU)
 
 
 def tiny_networks(seed: int = 0, *, patch_size: tuple[int, int, int] = (1, 2, 2)) -> Networks:
@@ -138,6 +141,21 @@ def tiny_networks(seed: int = 0, *, patch_size: tuple[int, int, int] = (1, 2, 2)
         codec=codec_of(tiny_vae(seed)),
         texts=TextEncoder(lambda: tiny_text_encoder(seed), tiny_tokenizer, "", width=16, device=CPU),
     )
+
+
+def tiny_settings(path: str | Path = "", **changes: object) -> ModelConfig:
+    return ModelConfig(**{"path": str(path), "dtype": "fp32", "max_prompt_tokens": 6, "vae_slicing": False, **changes})
+
+
+def tiny_policy(
+    networks: Networks,
+    *,
+    guidance_scale: float = 1.0,
+    negative_prompt: str = "",
+    store: TensorStore | None = None,
+    **changes: object,
+) -> WanPolicy:
+    return WanPolicy(networks, tiny_settings(**changes), Guidance(guidance_scale, negative_prompt), CPU, store)
 
 
 def make_tiny_folder(path: str | Path, seed: int = 0) -> str:

@@ -73,7 +73,7 @@ from flow_grpo.models.files.lora_files import lora_file
 from flow_grpo.models.networks.transformers import load_transformer
 from flow_grpo.models.registry import video_model
 from flow_grpo.models.wan_policy import WanPolicy, load_networks
-from flow_grpo.records import Condition
+from flow_grpo.records import Condition, Guidance
 from flow_grpo.reporting.labelled_video import Panel, draw_labelled, rate
 from flow_grpo.run.starts import LEAST_ROWS, other_parts
 from flow_grpo.runtime import device as device_api
@@ -81,6 +81,7 @@ from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.ranks.sharding import on_every_call
 from flow_grpo.runtime.video_file import levels, write_video
 from flow_grpo.settings.sampling import ODE, Sampling
+from flow_grpo.settings.schema import ModelConfig
 from tools.generation.records import AFTER, BEFORE, BESIDE, RECORD, TOOL, record_of
 from tools.published.results import vipe_files, vipe_poses
 
@@ -306,22 +307,21 @@ def load(args: argparse.Namespace) -> Versions:
     device_api.setup(device)
     print(device_api.describe(device, args.device), flush=True)
     print(f"loading {args.model}", flush=True)
-    tiles = "" if args.tiling in (None, "off") else args.tiling
-    kind, dtype = video_model(args.kind), DTYPES[args.dtype]
-    networks = load_networks(kind, args.model, dtype, device, offload=args.offload, tiles=tiles)
-    making: dict[str, Any] = {"guidance_scale": args.guidance, "negative_prompt": args.negative_prompt}
-    making |= {"max_prompt_tokens": args.max_prompt_tokens, "round_timestep": args.round_timestep}
-    making |= {"dtype": dtype, "device": device}
+    same = ("dtype", "offload", "max_prompt_tokens", "round_timestep")
+    settings = ModelConfig(path=str(args.model), vae_slicing=False, **{name: getattr(args, name) for name in same})
+    if args.tiling not in (None, "off"):
+        settings = dataclasses.replace(settings, vae_tiling=True, vae_tiles=args.tiling)
+    kind, guidance = video_model(args.kind), Guidance(args.guidance, args.negative_prompt)
+    networks = load_networks(kind, settings, device)
     if args.run and (text := other_parts(args.run, networks.identity)):
         print(text, file=sys.stderr, flush=True)
-    after = adapted_policy(networks, args.adapter, **making)
+    after = adapted_policy(networks, args.adapter, settings, guidance, device)
     if not args.before:
         return {AFTER: (after, contextlib.nullcontext)}
     if args.start_adapter:  # before training another adapter was in place
-        start = dataclasses.replace(
-            networks, transformer=load_transformer(kind.network, args.model / "transformer", dtype)
-        )
-        before = adapted_policy(start, args.start_adapter, **making)
+        again = load_transformer(kind.network, args.model / "transformer", DTYPES[args.dtype])
+        start = dataclasses.replace(networks, transformer=again)
+        before = adapted_policy(start, args.start_adapter, settings, guidance, device)
         return {BEFORE: (before, contextlib.nullcontext), AFTER: (after, contextlib.nullcontext)}
     after.keep_reference(start=networks.transformer)
     return {BEFORE: (after, after.reference), AFTER: (after, contextlib.nullcontext)}

@@ -9,6 +9,7 @@ entries are verified and kept, so the same command resumes, and adds new videos.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import time
@@ -32,11 +33,9 @@ from flow_grpo.data.dataset import ConditionDataset
 from flow_grpo.data.multicam import MultiCamDataset
 from flow_grpo.data.splits import whole_splits
 from flow_grpo.judging.evaluate import eval_guidance, training_guidance
-from flow_grpo.models.encoders.codec import codec_settings
 from flow_grpo.models.encoders.encodings import Encodings
 from flow_grpo.models.registry import video_model
-from flow_grpo.models.wan_policy import check_folder, open_encoders
-from flow_grpo.runtime.device import DTYPES
+from flow_grpo.models.wan_policy import open_encoders
 from flow_grpo.runtime.ranks import process_group
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.start_up import raise_on_all_ranks, refuse, set_up_rank
@@ -78,9 +77,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def open_encodings(config: Config, device: torch.device) -> Encodings:
     """Return a recipe's encoders and the store of their results; ValueError for an incomplete model folder."""
-    model, kind = config.model, video_model(config.model.kind)
-    folder, store = check_folder(kind, model.path), TensorStore(Path(model.encodings), limit=0)
-    codec, texts, images = open_encoders(kind, folder, DTYPES[model.dtype], codec_settings(model), device=device)
+    model = dataclasses.replace(config.model, offload=False)
+    codec, texts, images = open_encoders(video_model(model.kind), model, device)
+    store = TensorStore(Path(model.encodings), limit=0)
     return Encodings(codec, texts, store, images=images, max_prompt_tokens=model.max_prompt_tokens)
 
 

@@ -67,7 +67,7 @@ def count_network(
     recomputes, keeps_attention = model.checkpointing != "none", model.checkpointing == "keep_attention"
     dtype = DTYPES[model.dtype]
     with FakeTensorMode():
-        network = fake_transformer(video_model, config, dtype, model)
+        network = fake_transformer(video_model, config, model)
         latents, timesteps = torch.empty(rows, *latent_shape), torch.empty(rows)
         prompts = torch.empty(rows, model.max_prompt_tokens, config["text_dim"])
         shapes = video_model.input_shapes(rows, latent_shape, config)

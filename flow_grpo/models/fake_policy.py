@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flow_grpo.models.adapters import trained_names
-from flow_grpo.models.encoders.codec import NETWORK_DTYPE, Codec, codec_settings, read_config
+from flow_grpo.models.encoders.codec import NETWORK_DTYPE, Codec, read_config
 from flow_grpo.models.encoders.encodings import Encodings
 from flow_grpo.models.encoders.texts import TextEncoder
 from flow_grpo.models.networks.recomputation import set_checkpointing
@@ -57,7 +57,7 @@ class FakePolicy(WanPolicy):
         settings = transformer_config(own, model.path)
         settings["num_layers"] = min(2, settings["num_layers"])
         with self.fake_mode:
-            transformer = fake_transformer(own, settings, DTYPES[model.dtype], model)
+            transformer = fake_transformer(own, settings, model)
             set_checkpointing(transformer, "none" if model.checkpointing == "none" else "blocks")
 
             def inputs(_: Encodings, conditions: Sequence[Condition]) -> dict[str, Tensor]:
@@ -69,21 +69,15 @@ class FakePolicy(WanPolicy):
                     made: AutoencoderKLWan = AutoencoderKLWan.from_config(dict(codec))
                 return made
 
-            untiled = codec_settings(model) | {"tiles": ""}
+            untiled = dataclasses.replace(model, vae_tiling=False, offload=False)
             networks = Networks(
                 model=dataclasses.replace(own, inputs=inputs),  # making them may look at values, which fakes have not
                 transformer=transformer,
-                codec=Codec(codec, open_codec, "fake", device=device, **untiled),
+                codec=Codec(codec, open_codec, "fake", untiled, device),
                 texts=_FakeTextEncoder(_no_network, _no_network, "fake", width=settings["text_dim"], device=device),
             )
-            super().__init__(
-                networks,
-                guidance_scale=config.sample.guidance_scale,
-                negative_prompt=config.sample.negative_prompt,
-                max_prompt_tokens=model.max_prompt_tokens,
-                dtype=DTYPES[model.dtype],
-                device=device,
-            )
+            guidance = Guidance(config.sample.guidance_scale, config.sample.negative_prompt)
+            super().__init__(networks, model, guidance, device)
 
     def encode(self, conditions: Sequence[Condition], guidance: Guidance | None = None) -> Conditioning:
         """Return fake conditioning of the right shapes."""
@@ -101,11 +95,9 @@ class FakePolicy(WanPolicy):
             return super().decode(latents)
 
 
-def fake_transformer(
-    video_model: VideoModel, config: Mapping[str, Any], dtype: torch.dtype, model: ModelConfig
-) -> WanTransformer3DModel:
+def fake_transformer(video_model: VideoModel, config: Mapping[str, Any], model: ModelConfig) -> WanTransformer3DModel:
     """Return a transformer with the adapters and the gradient flags of `model`; call it inside a `FakeTensorMode`."""
-    with _default_dtype(dtype):
+    with _default_dtype(DTYPES[model.dtype]):
         network: Any = video_model.network.from_config(dict(config))
     adapted, names = {}, set()
     if model.trained == "lora":

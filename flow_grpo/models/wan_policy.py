@@ -18,7 +18,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor, nn
 
 from flow_grpo.models.adapters import adapters_off, apply_training_mode, has_lora, swap_parameters, trained_parameters
-from flow_grpo.models.encoders.codec import Codec, codec_settings
+from flow_grpo.models.encoders.codec import Codec
 from flow_grpo.models.encoders.encodings import Encodings
 from flow_grpo.models.encoders.images import ImageEncoder
 from flow_grpo.models.encoders.texts import TextEncoder
@@ -49,31 +49,15 @@ class Networks:
     identity: Mapping[str, str] = dataclasses.field(default_factory=dict)  # part of the folder -> hash of its files
 
 
-def load_networks(
-    model: VideoModel,
-    path: str | Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    offload: bool = False,
-    **codec_options: Any,
-) -> Networks:
-    """Load a folder in diffusers layout; the transformer is loaded to the CPU.
-
-    Args:
-        model: what is in the folder.
-        path: folder with `model.components`.
-        dtype: dtype of the networks but the codec.
-        device: where all but the transformer run.
-        offload: keep these in CPU memory while they are not in use.
-        **codec_options: `tiles`, `slicing` and `numbers` of `Codec`.
+def load_networks(model: VideoModel, settings: ModelConfig, device: torch.device) -> Networks:
+    """Load the folder `model.path` in diffusers layout, its transformer to the CPU; all others run on `device`.
 
     Raises:
         ValueError: a component is missing or damaged, or the transformer is another model.
     """
-    folder = check_folder(model, path)
-    codec, texts, images = open_encoders(model, folder, dtype, codec_options, device=device, offload=offload)
-    transformer = load_transformer(model.network, folder / "transformer", dtype)
+    codec, texts, images = open_encoders(model, settings, device)
+    folder = Path(settings.path)
+    transformer = load_transformer(model.network, folder / "transformer", DTYPES[settings.dtype])
     if boundary := transformer.config.get(BOUNDARY):
         raise ValueError(
             f"{folder / 'transformer'} was exported for noise levels of at least {boundary:g}, below which the weights "
@@ -99,10 +83,12 @@ def load_networks(
 
 
 def open_encoders(
-    model: VideoModel, folder: Path, dtype: torch.dtype, codec_options: Mapping[str, Any], **placement: Any
+    model: VideoModel, settings: ModelConfig, device: torch.device
 ) -> tuple[Codec, TextEncoder, ImageEncoder | None]:
-    """Open the frozen parts of a model folder, the image encoder if the model has one; see `load_networks`."""
-    codec = Codec.from_folder(folder / "vae", **codec_options, **placement)
+    """Open the frozen parts of the folder `model.path`, an image encoder if the model has one; else ValueError."""
+    folder, dtype = check_folder(model, settings.path), DTYPES[settings.dtype]
+    placement: dict[str, Any] = {"device": device, "offload": settings.offload}
+    codec = Codec.from_folder(folder / "vae", settings, device)
     texts = TextEncoder.from_folder(folder, dtype, **placement)
     if "image_encoder" not in model.components:
         return codec, texts, None
@@ -158,11 +144,10 @@ class WanPolicy:
 
     Args:
         networks: the model's networks, the training mode already applied to the transformer.
-        guidance_scale: of rows encoded without a guidance of their own; any value but 1 runs one forward of 2B rows.
-        negative_prompt: likewise; the unconditional rows keep camera and source video.
-        max_prompt_tokens: L; prompts are truncated and padded to it.
-        round_timestep: round the timestep to bf16, as the original code does.
-        dtype: the transformer's autocast dtype; latents and velocities are always fp32.
+        settings: of these `max_prompt_tokens` (L), `round_timestep` and `dtype` (of the transformer's autocast; latents
+            and velocities are always fp32) count.
+        guidance: of rows encoded without one of their own; any scale but 1 runs one forward of 2B rows, of which the
+            unconditional ones keep camera and source video.
         device: where everything runs.
         store: cache of encodings; in memory only by default.
     """
@@ -173,12 +158,8 @@ class WanPolicy:
     def __init__(
         self,
         networks: Networks,
-        *,
-        guidance_scale: float = 1.0,
-        negative_prompt: str = "",
-        max_prompt_tokens: int = 512,
-        round_timestep: bool = False,
-        dtype: torch.dtype = torch.float32,
+        settings: ModelConfig,
+        guidance: Guidance,
         device: torch.device,
         store: TensorStore | None = None,
     ) -> None:
@@ -192,12 +173,10 @@ class WanPolicy:
             self.texts,
             store or TensorStore(),
             images=networks.images,
-            max_prompt_tokens=max_prompt_tokens,
+            max_prompt_tokens=settings.max_prompt_tokens,
         )
-        self.guidance = Guidance(guidance_scale, negative_prompt)
-        self.dtype = dtype
-        self.device = device
-        self._round_timestep = round_timestep
+        self.guidance, self.device = guidance, device
+        self.dtype, self._round_timestep = DTYPES[settings.dtype], settings.round_timestep
         self._config: Mapping[str, Any] = networks.transformer.config
         self._reference: list[Tensor] | None = None
 
@@ -206,22 +185,14 @@ class WanPolicy:
         cls, video_model: VideoModel, model: ModelConfig, sample: SampleConfig, device: torch.device
     ) -> WanPolicy:
         """Load `model.path` with the parameters that `model.trained` names trainable; ValueError as `load_networks`."""
-        settings = {"offload": model.offload} | codec_settings(model)
-        networks = load_networks(video_model, model.path, DTYPES[model.dtype], device, **settings)
+        networks = load_networks(video_model, model, device)
         apply_training_mode(networks.transformer, model)
         if model.adapter:
             start_from(networks.transformer, Path(model.adapter))
         apply_compute_settings(networks.transformer, model, device)
-        policy = cls(
-            networks,
-            guidance_scale=sample.guidance_scale,
-            negative_prompt=sample.negative_prompt,
-            max_prompt_tokens=model.max_prompt_tokens,
-            round_timestep=model.round_timestep,
-            dtype=DTYPES[model.dtype],
-            device=device,
-            store=TensorStore(Path(model.encodings) if model.encodings else None),
-        )
+        guidance = Guidance(sample.guidance_scale, sample.negative_prompt)
+        store = TensorStore(Path(model.encodings) if model.encodings else None)
+        policy = cls(networks, model, guidance, device, store)
         policy.boundary_ratio = model.boundary_ratio
         policy._starts_adapted = bool(model.adapter)
         return policy

@@ -53,7 +53,7 @@ from tests.data.test_video_io import encode, with_matrix
 from tests.models.test_adapters import move, output, trained_model
 from tests.run.test_run_state import a_run
 from tests.scripted_server import HEALTH, ScriptedServer, scores, silent
-from tests.tiny_models import CPU, make_tiny_folder, tiny_transformer
+from tests.tiny_models import CPU, make_tiny_folder, tiny_settings, tiny_transformer
 from tests.tools.run_files import make_run
 from tools.run_folder import read_run
 from tools.serving.scoring_service import LocalScorer, RefusedError, ScoringService
@@ -248,7 +248,7 @@ def model(place: Path) -> Attempt:
         TextEncoder.from_folder(folder, torch.float32, device=CPU).embed("a room", 4)
 
     def codec(folder: Path) -> None:
-        made = Codec.from_folder(folder / "vae", device=CPU)
+        made = Codec.from_folder(folder / "vae", tiny_settings(), CPU)
         assert made.decode(made.encode(torch.rand(3, 5, 16, 24))[None]).shape == (1, 3, 5, 16, 24)
 
     def transformer(folder: Path) -> None:

@@ -11,7 +11,7 @@ from flow_grpo.models.recam import RECAM
 from flow_grpo.models.wan_policy import WanPolicy, load_networks
 from flow_grpo.runtime.tensor_store import TensorStore
 from tests.models.test_wan_policy import condition
-from tests.tiny_models import CPU, make_tiny_folder
+from tests.tiny_models import CPU, make_tiny_folder, tiny_policy, tiny_settings
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +20,8 @@ def folder(tmp_path_factory) -> str:
 
 
 def policy(folder: str, cache, **settings) -> WanPolicy:
-    networks = load_networks(RECAM, folder, torch.float32, CPU)
-    return WanPolicy(networks, device=CPU, store=TensorStore(cache), **{"max_prompt_tokens": 6, **settings})
+    networks = load_networks(RECAM, tiny_settings(folder), CPU)
+    return tiny_policy(networks, store=TensorStore(cache), **settings)
 
 
 CONDITIONS = [condition(0, prompt="a room"), condition(1, prompt="pan left"), condition(0, slot=1, prompt="a room")]

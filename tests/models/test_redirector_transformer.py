@@ -10,7 +10,7 @@ from flow_grpo.models.networks import redirector_transformer, wan_blocks
 from flow_grpo.models.networks.redirector_transformer import ReDirectorTransformer3DModel
 from flow_grpo.models.redirector import REDIRECTOR
 from flow_grpo.models.wan_policy import load_networks
-from tests.tiny_models import CHANNELS, CPU, make_tiny_redirector_folder, tiny_redirector
+from tests.tiny_models import CHANNELS, CPU, make_tiny_redirector_folder, tiny_redirector, tiny_settings
 
 FRAMES, HEIGHT, WIDTH = 2, 4, 6  # F, latent rows and columns
 NEW = ("phase_qk", "phase_vo", "control_adapter")
@@ -100,13 +100,13 @@ def test_autocast_computes_rays_in_fp32(monkeypatch):
 @pytest.mark.parametrize(("part", "field"), [("text_encoder", "text_dim"), ("image_encoder", "image_dim")])
 def test_encoders_of_another_width_are_refused_before_a_run(part, field, tmp_path):
     folder = make_tiny_redirector_folder(tmp_path / "model")
-    network = load_networks(REDIRECTOR, folder, torch.float32, CPU).transformer
+    network = load_networks(REDIRECTOR, tiny_settings(folder), CPU).transformer
     settings = {name: value for name, value in network.config.items() if not name.startswith("_")}
     wider = REDIRECTOR.network(**settings | {field: settings[field] + 4})
     wider.save_pretrained(str(tmp_path / "model" / "transformer"))
     message = rf"{part} makes features of width {settings[field]}, the transformer reads {settings[field] + 4}"
     with pytest.raises(ValueError, match=message):
-        load_networks(REDIRECTOR, folder, torch.float32, CPU)
+        load_networks(REDIRECTOR, tiny_settings(folder), CPU)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from flow_grpo.algorithm.rollout.collector import Collector
 from flow_grpo.algorithm.rollout.shared_encodings import share_encodings
 from flow_grpo.judging.evaluate import Evaluator
 from flow_grpo.judging.reward_signal import sample_group
-from flow_grpo.models.wan_policy import WanPolicy
 from flow_grpo.records import Condition
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.ranks.context_parallel import share_samples
@@ -19,7 +18,7 @@ from flow_grpo.runtime.tensor_store import TensorStore
 from flow_grpo.settings.sampling import Sampling
 from flow_grpo.settings.schema import Config, EvalConfig
 from tests.models.test_wan_policy import condition
-from tests.tiny_models import CPU, tiny_networks
+from tests.tiny_models import CPU, tiny_networks, tiny_policy
 from tests.toy import SDE, SIGMAS, BrightnessReward, blocks_of, sample_config
 from tests.workers import run_ranks
 
@@ -28,7 +27,7 @@ LARGE = (9, 16, 24)
 
 def encoded(world: World, folder: str, *, share: bool) -> tuple[dict[str, torch.Tensor], int, float]:
     store = TensorStore(Path(folder) if folder else None)
-    made = WanPolicy(tiny_networks(), max_prompt_tokens=6, device=CPU, store=store)
+    made = tiny_policy(tiny_networks(), store=store)
     made.codec.encode = Mock(wraps=made.codec.encode)
     # Two groups that both ranks hold, in two sizes, and one that is a rank's own.
     conditions = [condition(0, slot=world.data.rank), condition(5 + world.data.rank)]
@@ -67,7 +66,7 @@ def test_what_is_shared_is_on_disk_once_and_found_there(tmp_path):
 
 
 def _failing(world: World) -> str:
-    made = WanPolicy(tiny_networks(), max_prompt_tokens=6, device=CPU)
+    made = tiny_policy(tiny_networks())
     error = OSError("no memory") if world.data.rank == 1 else None
     made.codec.encode = Mock(side_effect=error, wraps=made.codec.encode)
     conditions = [condition(0), condition(1)]
@@ -98,7 +97,7 @@ class Held:
 
 def _measured(world: World) -> tuple[int, int]:
     world, _ = share_samples(world, 2, CPU)
-    made = WanPolicy(tiny_networks(), max_prompt_tokens=6, device=CPU)
+    made = tiny_policy(tiny_networks())
     made.codec.encode = Mock(wraps=made.codec.encode)
     rewards = RewardSet([BrightnessReward()], {"brightness": 1.0})
     config = dataclasses.replace(Config(), sample=sample_config())

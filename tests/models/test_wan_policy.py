@@ -27,6 +27,8 @@ from tests.tiny_models import (
     CPU,
     make_tiny_folder,
     tiny_networks,
+    tiny_policy,
+    tiny_settings,
     tiny_text_encoder,
     tiny_tokenizer,
     tiny_transformer,
@@ -47,7 +49,7 @@ def policy(*, mode: str | None = None, **settings) -> WanPolicy:
     parts = tiny_networks()
     if mode:
         apply_training_mode(parts.transformer, dataclasses.replace(LORA, trained=mode))
-    return WanPolicy(parts, max_prompt_tokens=6, device=CPU, **settings)
+    return tiny_policy(parts, **settings)
 
 
 def noisy(made: WanPolicy, conditions) -> tuple[torch.Tensor, torch.Tensor]:
@@ -303,7 +305,7 @@ def test_videos_that_do_not_fit_the_codec_and_the_patches_are_refused(sizes, mes
         made.latent_shape(conditions)
     with pytest.raises(ValueError, match=message):
         made.encode(conditions)
-    without_patches = WanPolicy(tiny_networks(patch_size=(1, 1, 1)), device=CPU)
+    without_patches = tiny_policy(tiny_networks(patch_size=(1, 1, 1)))
     assert without_patches.latent_shape([condition(size=(9, 20, 28))]) == (4, 3, 5, 7)
 
 
@@ -373,12 +375,12 @@ def test_bf16_computes_close_to_fp32_and_trains_with_fp32_velocities(folder, mod
 
 def test_a_missing_folder_or_component_is_named_with_the_way_to_get_it(folder, tmp_path):
     with pytest.raises(ValueError, match=r"does not exist, .* download .*--config.model.path"):
-        load_networks(RECAM, tmp_path / "nothing", torch.float32, CPU)
+        load_networks(RECAM, tiny_settings(tmp_path / "nothing"), CPU)
     shutil.copytree(folder, tmp_path / "part")
     shutil.rmtree(tmp_path / "part" / "vae")
     shutil.rmtree(tmp_path / "part" / "tokenizer")
     with pytest.raises(ValueError, match="has no vae, tokenizer folder"):
-        load_networks(RECAM, tmp_path / "part", torch.float32, CPU)
+        load_networks(RECAM, tiny_settings(tmp_path / "part"), CPU)
 
 
 def backends(made: WanPolicy) -> set[str]:

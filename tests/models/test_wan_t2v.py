@@ -9,9 +9,10 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 
 from flow_grpo.models.encoders.codec import Codec
-from flow_grpo.models.wan_policy import WanPolicy, load_networks
+from flow_grpo.models.wan_policy import load_networks
 from flow_grpo.models.wan_t2v import WAN_T2V
 from flow_grpo.records import Condition
+from tests.tiny_models import tiny_policy, tiny_settings
 from tools import random_model
 
 CPU = torch.device("cpu")
@@ -26,7 +27,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def test_the_velocity_is_that_of_diffusers_network_and_depends_on_the_prompt_alone(folder):
-    made = WanPolicy(load_networks(WAN_T2V, folder, torch.float32, CPU), max_prompt_tokens=16, device=CPU)
+    made = tiny_policy(load_networks(WAN_T2V, tiny_settings(folder), CPU), max_prompt_tokens=16)
     size = (9, 32, 48)
     conditions = [Condition(index=i, gid=i, slot=0, prompt=text, wanted_size=size) for i, text in enumerate("ab")]
     given = made.encode(conditions)
@@ -51,14 +52,14 @@ def test_image_to_video_weights_and_models_of_two_transformers_are_refused(folde
     shutil.copytree(folder, other)
     (other / "transformer_2").mkdir()
     with pytest.raises(ValueError, match="has a transformer_2: models of two transformers"):
-        load_networks(WAN_T2V, other, torch.float32, CPU)
+        load_networks(WAN_T2V, tiny_settings(other), CPU)
     (other / "transformer_2").rmdir()
-    network = load_networks(WAN_T2V, folder, torch.float32, CPU).transformer
+    network = load_networks(WAN_T2V, tiny_settings(folder), CPU).transformer
     settings = {name: value for name, value in network.config.items() if not name.startswith("_")}
     WAN_T2V.network(**settings | {"in_channels": 36}).save_pretrained(str(other / "transformer"))
     assert json.loads((other / "transformer" / "config.json").read_text())["_class_name"] == "WanTransformer3DModel"
     with pytest.raises(ValueError, match="reads 36 channels, must read 16 with this codec: it is of another model"):
-        load_networks(WAN_T2V, other, torch.float32, CPU)
+        load_networks(WAN_T2V, tiny_settings(other), CPU)
 
 
 def test_wan_2_2_s_codec_of_patches_and_residuals_is_read_by_the_same_class(tmp_path):
@@ -80,7 +81,7 @@ def test_wan_2_2_s_codec_of_patches_and_residuals_is_read_by_the_same_class(tmp_
             scale_factor_temporal=4,
             scale_factor_spatial=16,
         ).save_pretrained(str(tmp_path))
-    codec = Codec.from_folder(tmp_path, device=CPU)
+    codec = Codec.from_folder(tmp_path, tiny_settings(), CPU)
     latents = codec.encode(torch.rand(3, 5, 64, 32))
     assert latents.shape == (6, 2, 4, 2)
     assert codec.decode(latents[None]).shape == (1, 3, 5, 64, 32)

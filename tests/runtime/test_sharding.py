@@ -16,7 +16,7 @@ from flow_grpo.runtime.ranks import sharding
 from flow_grpo.runtime.ranks.process_group import Group, World
 from tests.models.test_adapters import LORA
 from tests.models.test_wan_policy import condition, noisy, policy
-from tests.tiny_models import CPU, tiny_networks
+from tests.tiny_models import CPU, tiny_networks, tiny_policy
 from tests.workers import run_ranks
 
 ROWS = 4
@@ -29,7 +29,7 @@ def made(mode: str, dtype: torch.dtype = torch.float32) -> WanPolicy:
             parameter.data = parameter.data.to(torch.float32 if stays_fp32(name) else dtype)
     apply_training_mode(parts.transformer, dataclasses.replace(LORA, trained=mode, checkpointing="blocks"))
     parts.transformer.enable_gradient_checkpointing()
-    return WanPolicy(parts, max_prompt_tokens=6, device=CPU, dtype=dtype)
+    return tiny_policy(parts, dtype="fp32" if dtype == torch.float32 else "bf16")
 
 
 def train(policy: WanPolicy, world: World, kind: str = "ddp", steps: int = 3) -> tuple[list[float], torch.Tensor]:

@@ -19,7 +19,7 @@ from tests.memory import peak_mib, resident_mib
 from tests.models.test_convert import checkpoint, same
 from tests.models.test_recam_transformer import base_wan, inputs
 from tests.refusals import refused
-from tests.tiny_models import make_tiny_folder, tiny_transformer
+from tests.tiny_models import make_tiny_folder, tiny_settings, tiny_transformer
 from tools import convert_recammaster as tool
 from tools.conversion import model_folder
 
@@ -63,7 +63,7 @@ def test_the_converted_folder_is_the_model_it_was_made_from(tmp_path, wan, link,
     model = tiny_transformer(seed=5)
     state = {f"dit.{name}": value for name, value in original(model).items()}
     assert run(tmp_path, state, wan, *(["--link"] if link else [])) == 0
-    networks = load_networks(RECAM, tmp_path / "out", torch.float32, torch.device("cpu"))
+    networks = load_networks(RECAM, tiny_settings(tmp_path / "out"), torch.device("cpu"))
     assert torch.equal(networks.transformer(*inputs())[0], model(*inputs())[0])
     assert networks.transformer.config["camera_dim"] == 12
     assert all((tmp_path / "out" / component).is_symlink() == link for component in tool.COMPONENTS)

@@ -23,7 +23,7 @@ from tests.command import command
 from tests.models.test_recam_transformer import inputs
 from tests.refusals import refusal
 from tests.test_train_grpo import assert_equal_state, newest
-from tests.tiny_models import make_tiny_folder
+from tests.tiny_models import make_tiny_folder, tiny_settings
 from tests.workers import already_met, run_ranks
 from tools import finetune_recam
 
@@ -196,7 +196,7 @@ def test_the_finished_folder_is_a_whole_model_that_computes_what_the_adapted_net
     start = load_transformer(ReCamTransformer3DModel, f"{places['model.path']}/transformer")
     given = ["--run-name", "run", "--resume", "--num-workers", "0", "--max-points", "96"]
     resumed = made(words(places, finished.parent, *given, model__trained="lora"))
-    model = load_networks(RECAM, finished / "model", torch.float32, CPU).transformer
+    model = load_networks(RECAM, tiny_settings(finished / "model"), CPU).transformer
     with torch.no_grad():
         adapted, merged, first = (network(*inputs())[0] for network in (resumed.policy.module, model, start))
     torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-5)

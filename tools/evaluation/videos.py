@@ -16,7 +16,6 @@ from flow_grpo.data.tiny_world import ensure_tiny_world
 from flow_grpo.judging.evaluate import eval_guidance, held_out_indices
 from flow_grpo.maths.keys import key
 from flow_grpo.maths.schedule import flow_sigmas
-from flow_grpo.models.encoders.codec import codec_settings
 from flow_grpo.models.files.adapter_files import adapted_policy, boundary_of
 from flow_grpo.models.files.lora_files import lora_file
 from flow_grpo.models.registry import video_model
@@ -25,7 +24,6 @@ from flow_grpo.records import Condition
 from flow_grpo.run.starts import other_parts
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.atomic_file import write_atomically
-from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.video_file import write_video
 from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.loading import to_dict
@@ -105,15 +103,11 @@ def _entry(condition: Condition, focal_px: float | None) -> dict[str, Any]:
 
 
 def _policy(config: Config, adapter: Path | None) -> WanPolicy:
-    model, guidance, dtype = config.model, eval_guidance(config), DTYPES[config.model.dtype]
+    model = config.model
     device = device_api.resolve(config.device)
     device_api.setup(device, config.deterministic, config.num_threads)
-    kind, settings = video_model(model.kind), codec_settings(model)
-    networks = load_networks(kind, model.path, dtype, device, offload=model.offload, **settings)
-    making: dict[str, Any] = {"guidance_scale": guidance.scale, "negative_prompt": guidance.negative_prompt}
-    making |= {"max_prompt_tokens": model.max_prompt_tokens, "round_timestep": model.round_timestep}
-    making |= {"dtype": dtype, "device": device}
-    policy = adapted_policy(networks, adapter, model.boundary_ratio, **making)
+    networks = load_networks(video_model(model.kind), model, device)
+    policy = adapted_policy(networks, adapter, model, eval_guidance(config), device)
     if adapter and model.boundary_ratio != (own := boundary_of(adapter)):
         text = f"model.boundary_ratio is {model.boundary_ratio:g}, the adapter's {own:g}"
         print(f"{text}: below {policy.boundary_ratio:g} the weights before training answer", flush=True)

@@ -48,7 +48,6 @@ def of_run(folder: Path) -> dict[str, Any]:
     """Return option -> what the evaluations of a run used, and the run's adapter."""
     from flow_grpo.cost.plan import largest_size
     from flow_grpo.judging.evaluate import eval_guidance
-    from flow_grpo.models.encoders.codec import codec_settings
     from flow_grpo.run import starts
 
     config = starts.configuration_of(folder)
@@ -71,7 +70,7 @@ def of_run(folder: Path) -> dict[str, Any]:
         "fps": config.data.fps,
         "dtype": config.model.dtype,
         "offload": config.model.offload,
-        "tiling": codec_settings(config.model)["tiles"] or None,
+        "tiling": config.model.vae_tiles if config.model.vae_tiling else None,
         "round_timestep": config.model.round_timestep,
         "before": True,
         "out": folder / "generated",

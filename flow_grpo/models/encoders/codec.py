@@ -22,8 +22,6 @@ from flow_grpo.runtime.tensor_store import files_key
 from flow_grpo.settings.schema import ModelConfig
 
 Half: TypeAlias = Literal["encoder", "decoder"]
-Tiles: TypeAlias = Literal["", "diffusers", "recammaster"]  # "": none
-Numbers: TypeAlias = Literal["fp32", "tf32", "bf16"]
 
 # Submodules of each half.
 _SUBMODULES: Mapping[Half, tuple[str, str]] = {
@@ -33,12 +31,8 @@ _SUBMODULES: Mapping[Half, tuple[str, str]] = {
 # Height and width of a tile, and of the step to the next one, in latents: `tile_size` and `tile_stride` of
 # inference_recammaster.py. Seams are blended by diffusers, not by the original code.
 _RECAMMASTER_TILES = (30, 52, 15, 26)
-# Dtype of the weights of each kind of numbers.
-NETWORK_DTYPE: Mapping[Numbers, torch.dtype] = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-}
+# Dtype of the weights by `model.vae_dtype`.
+NETWORK_DTYPE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Codec:
@@ -50,13 +44,9 @@ class Codec:
         config: the codec's configuration.
         open_half: loads one half to the CPU.
         identity: identifies the weights in cache keys of encodings.
+        settings: of these `vae_tiling`, `vae_tiles`, `vae_slicing`, `vae_dtype` and `offload` count; inputs and results
+            are fp32 whatever the dtype.
         device: where it runs.
-        tiles: encode and decode in overlapping tiles, of diffusers' size or of the one that ReCamMaster's code uses,
-            which bounds memory and changes the pixels slightly.
-        slicing: process one video at a time, which bounds memory.
-        numbers: of the networks, `model.vae_dtype`: fp32, fp32 with `rounded_convolutions`, or bf16. Inputs and results
-            are fp32 all the same.
-        offload: keep a half in CPU memory while it is not in use.
 
     Raises:
         ValueError: scale factors in the configuration differ from those of the layers.
@@ -67,28 +57,24 @@ class Codec:
         config: Mapping[str, Any],
         open_half: Callable[[Half], AutoencoderKLWan],
         identity: str,
-        *,
+        settings: ModelConfig,
         device: torch.device,
-        tiles: Tiles = "",
-        slicing: bool = False,
-        numbers: Numbers = "fp32",
-        offload: bool = False,
     ) -> None:
         self.config = config
-        self.identity = identity + {"": "", "diffusers": " tiled", "recammaster": " tiled 30x52"}[tiles]
-        self.identity += "" if numbers == "fp32" else f" {numbers}"
+        self._tiles = settings.vae_tiles if settings.vae_tiling else ""
+        self.identity = identity + {"": "", "diffusers": " tiled", "recammaster": " tiled 30x52"}[self._tiles]
+        self.identity += "" if settings.vae_dtype == "fp32" else f" {settings.vae_dtype}"
         self.temporal, self.spatial = scale_factors(config)
-        self._open_half = open_half
-        self._device, self._tiles, self._slicing, self._offload = device, tiles, slicing, offload
-        self._numbers, self._dtype = numbers, NETWORK_DTYPE[numbers]
+        self._open_half, self._settings, self._device = open_half, settings, device
+        self._dtype = NETWORK_DTYPE[settings.vae_dtype]
         self._halves: dict[Half, AutoencoderKLWan] = {}
         channels = (1, -1, 1, 1, 1)
         self._mean = torch.tensor(config["latents_mean"], device=device).view(channels)
         self._std = torch.tensor(config["latents_std"], device=device).view(channels)
 
     @classmethod
-    def from_folder(cls, folder: Path, *, numbers: Numbers = "fp32", **settings: Any) -> Codec:
-        """Return the codec of a folder in diffusers layout, without loading weights; `settings` as in `Codec`.
+    def from_folder(cls, folder: Path, settings: ModelConfig, device: torch.device) -> Codec:
+        """Return the codec of a folder in diffusers layout, without loading weights.
 
         ValueError if a file is missing or damaged, the weights are not those of config.json, or as in `Codec`.
         """
@@ -102,8 +88,8 @@ class Codec:
                 f"shape are {summarize(wrong)}; download vae/ again"
             )
         read_statistics(folder / "config.json", config, ("latents_mean", "latents_std"), config["z_dim"])
-        dtype = NETWORK_DTYPE[numbers]
-        return cls(config, lambda half: _load_half(folder, half, dtype), files_key(folder), numbers=numbers, **settings)
+        dtype = NETWORK_DTYPE[settings.vae_dtype]
+        return cls(config, lambda half: _load_half(folder, half, dtype), files_key(folder), settings, device)
 
     @torch.no_grad()
     def encode(self, video: Tensor) -> Tensor:
@@ -130,18 +116,13 @@ class Codec:
                 network.enable_tiling()
             elif self._tiles == "recammaster":
                 network.enable_tiling(*(side * self.spatial for side in _RECAMMASTER_TILES))
-            if self._slicing:
+            if self._settings.vae_slicing:
                 network.enable_slicing()  # type: ignore[no-untyped-call]
             self._halves[half] = network
-        rounded = device_api.rounded_convolutions(self._device) if self._numbers == "tf32" else contextlib.nullcontext()
-        with device_api.visiting(self._halves[half], self._device, stays=not self._offload), rounded:
+        tf32 = self._settings.vae_dtype == "tf32"
+        rounded = device_api.rounded_convolutions(self._device) if tf32 else contextlib.nullcontext()
+        with device_api.visiting(self._halves[half], self._device, stays=not self._settings.offload), rounded:
             yield self._halves[half]
-
-
-def codec_settings(model: ModelConfig) -> dict[str, Any]:
-    """Return the `tiles`, `slicing` and `numbers` of `Codec` that a configuration asks for."""
-    tiles = model.vae_tiles if model.vae_tiling else ""
-    return {"tiles": tiles, "slicing": model.vae_slicing, "numbers": model.vae_dtype}
 
 
 def _load_half(folder: Path, half: Half, dtype: torch.dtype) -> AutoencoderKLWan:

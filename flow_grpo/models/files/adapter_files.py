@@ -31,10 +31,13 @@ from flow_grpo.models.networks.transformers import (
 )
 from flow_grpo.models.policy import Policy
 from flow_grpo.models.wan_policy import Networks, WanPolicy
+from flow_grpo.records import Guidance
 from flow_grpo.runtime.atomic_file import replace_folder, temporary_path
+from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.json_files import read_json_object
 from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.runtime.ranks.sharding import is_sharded, unwrap, whole
+from flow_grpo.settings.schema import ModelConfig
 
 FILE_SIZE = "2GB"  # largest file of a transformer whose parameters are sharded
 CARD = "README.md"
@@ -246,17 +249,19 @@ def boundary_of(folder: str | Path) -> float:
     return float(found.get(BOUNDARY, 0.0))
 
 
-def adapted_policy(networks: Networks, folder: Path | None, boundary: float = 0.0, **settings: Any) -> WanPolicy:
+def adapted_policy(
+    networks: Networks, folder: Path | None, settings: ModelConfig, guidance: Guidance, device: torch.device
+) -> WanPolicy:
     """Return the policy of `networks`, those before training, with what `save_adapter` wrote; without for None.
 
-    Below the noise level `boundary`, at 0 the adapter's, they answer as they are; `settings` are `WanPolicy`'s.
+    Below the noise level `model.boundary_ratio`, at 0 the adapter's, they answer as they are.
     """
     if folder is None:
-        return WanPolicy(networks, **settings)
+        return WanPolicy(networks, settings, guidance, device)
     start = networks.transformer
-    trained = dataclasses.replace(networks, transformer=load_adapter(start, folder, settings["dtype"]))
-    policy = WanPolicy(trained, **settings)
-    policy.boundary_ratio = boundary or boundary_of(folder)
+    trained = dataclasses.replace(networks, transformer=load_adapter(start, folder, DTYPES[settings.dtype]))
+    policy = WanPolicy(trained, settings, guidance, device)
+    policy.boundary_ratio = settings.boundary_ratio or boundary_of(folder)
     if policy.boundary_ratio:
         policy.keep_reference(start=start)
     return policy
