@@ -62,7 +62,7 @@ if __name__ == "__main__":
 
 from flow_grpo.maths.benchmarks import printed_errors, redirect4d_errors
 from flow_grpo.rewards.camera import structure_from_motion as motion
-from flow_grpo.rewards.camera.structure_from_motion import Estimate
+from flow_grpo.rewards.camera.matched_motion import Estimate
 from flow_grpo.rewards.frames import MOST_FRAMES
 from flow_grpo.rewards.process_pool import Outcome
 from flow_grpo.runtime.atomic_file import write_atomically

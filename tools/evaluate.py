@@ -85,8 +85,8 @@ from flow_grpo.data.video_io import read_video
 from flow_grpo.maths.path_errors import CONVENTIONS, LEAST_BASELINE_M, LEAST_FRAMES, baseline_m, path_errors
 from flow_grpo.reporting.drawing.path_plots import draw_paths
 from flow_grpo.rewards.camera import structure_from_motion as motion
+from flow_grpo.rewards.camera.matched_motion import Estimate
 from flow_grpo.rewards.camera.pose import LEAST_LOCATED
-from flow_grpo.rewards.camera.structure_from_motion import Estimate
 from flow_grpo.rewards.frames import MOST_FRAMES, frame_numbers
 from flow_grpo.rewards.process_pool import CallPool, Outcome
 from flow_grpo.runtime.atomic_file import write_atomically

@@ -267,7 +267,7 @@ def test_a_process_that_dies_masks_its_rows(monkeypatch):
 
 
 def test_anchors_that_take_their_time_leave_the_poses_theirs(monkeypatch):
-    measurer, given = camera_pose.PoseMeasurer(seconds=100.0), {}
+    measurer, given = camera_pose.PoseMeasurer(), {}
 
     def run(function, arguments, *, seconds, what):
         given[what] = seconds
@@ -275,7 +275,7 @@ def test_anchors_that_take_their_time_leave_the_poses_theirs(monkeypatch):
 
     monkeypatch.setattr(measurer.pool, "run", run)
     assert camera_pose.PoseRot(measurer)(shot("arc_right")[None], [asked("arc_right")]).valid.all()
-    assert given == dict.fromkeys(("true views", "anchors", "features", "camera poses"), 100.0)
+    assert given == dict.fromkeys(("true views", "anchors", "features", "camera poses"), camera_pose.MOST_SECONDS)
 
 
 def test_anchors_are_cached_by_source_up_to_a_limit(monkeypatch, calls_made):

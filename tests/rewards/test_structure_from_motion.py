@@ -12,8 +12,9 @@ from flow_grpo.maths.poses import PRESETS, pose, preset_path, rotation_matrix
 from flow_grpo.rewards.camera import structure_from_motion as motion
 from flow_grpo.rewards.camera.anchors import PosedFrames, make_source
 from flow_grpo.rewards.camera.features import find_features
+from flow_grpo.rewards.camera.matched_motion import Estimate
 from flow_grpo.rewards.camera.pnp import camera_matrix, locate_video
-from flow_grpo.rewards.camera.structure_from_motion import Estimate, reconstruct
+from flow_grpo.rewards.camera.structure_from_motion import reconstruct
 from flow_grpo.runtime.video_file import write_video
 from tests.textured_room import LARGE, SMALL, film, grey, intrinsics, shoot, source_path
 from tools.evaluate import estimate

@@ -15,7 +15,7 @@ from PIL import Image
 from flow_grpo.data.video_io import read_video
 from flow_grpo.maths.path_errors import CONVENTIONS, path_errors
 from flow_grpo.maths.poses import preset_path
-from flow_grpo.rewards.camera.structure_from_motion import Estimate
+from flow_grpo.rewards.camera.matched_motion import Estimate
 from flow_grpo.runtime.video_file import write_video
 from tests.refusals import refusal
 from tools import evaluate

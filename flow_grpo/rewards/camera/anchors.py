@@ -15,10 +15,12 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from flow_grpo.maths.poses import rot_err, trans_err
 from flow_grpo.rewards.camera.features import Features, Floats, find_features, match
-from flow_grpo.rewards.camera.pnp import MappedView, locate
+from flow_grpo.rewards.camera.pnp import MappedView, locate_video
 
 VIEWS = 6  # source frames that are triangulated, evenly spread
 REPROJECTION = 1.5  # pixels
@@ -75,13 +77,9 @@ class Picture:
 def make_source(source: PosedFrames, target: PosedFrames | None, camera: Floats) -> Source:
     """Return the checked anchors of a source video; if the check fails, `fault` of the result says why.
 
-    Points are triangulated from the source alone first. If they fail the check and there is a synchronised second
-    camera, points triangulated between both cameras are added and all are checked again.
-
-    Args:
-        source: the source video; poses relative to any camera.
-        target: the ground-truth view of the same times, poses relative to the same camera, or None.
-        camera: (3, 3) from `pnp.camera_matrix`, of both.
+    Points are triangulated from the source alone first. If they fail the check and there is a ground-truth view of the
+    same times, points triangulated between both cameras are added and all are checked again. Poses of both are relative
+    to one camera, any; `camera` is from `pnp.camera_matrix`.
     """
     chosen, held_out = split_rows(len(source))
     views = triangulate([source[row] for row in chosen], camera)
@@ -230,12 +228,8 @@ def _checked(
 
 def _placed(made: Source, pictures: PosedFrames, rows: Sequence[int], most: tuple[float, float]) -> NDArray[np.bool_]:
     # Which of the rows are located within (degrees, metres) of their known pose.
-    right = []
-    for row in rows:
-        picture = pictures[row]
-        found = locate(picture.features, picture.frame, made.views, made.camera)
-        turn = np.linalg.norm(found[:3, :3] - picture.pose[:3, :3]) / (2 * np.sqrt(2))
-        degrees = np.rad2deg(2 * np.arcsin(min(turn, 1.0))) if np.isfinite(turn) else np.inf
-        metres = np.linalg.norm(found[:3, 3] - picture.pose[:3, 3])
-        right.append(bool(degrees <= most[0] and metres <= most[1]))
-    return np.array(right, np.bool_)
+    features, frames = [pictures[row].features for row in rows], [pictures.frames[row] for row in rows]
+    found = torch.from_numpy(locate_video(features, frames, made.views, made.camera))
+    known = torch.from_numpy(pictures.poses[list(rows)])
+    right: NDArray[np.bool_] = (rot_err(known, found).rad2deg() <= most[0]).numpy()
+    return right & (trans_err(known, found) <= most[1]).numpy()

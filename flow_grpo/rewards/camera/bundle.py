@@ -32,14 +32,6 @@ class Matches:
     points: NDArray[np.int64]  # (n,) row of the point
     pixels: Floats  # (n, 2) x, y as OpenCV counts
 
-    def __len__(self) -> int:
-        return len(self.frames)
-
-    def of_frame(self, frame: int) -> Matches:
-        """Return the observations in one frame, as frame 0."""
-        own = self.frames == frame
-        return Matches(np.zeros(int(own.sum()), np.int64), self.points[own], self.pixels[own])
-
 
 @dataclasses.dataclass
 class Normal:
@@ -67,11 +59,7 @@ class Normal:
 class Bundle:
     """Cameras and points on the way to those that project best onto what was seen, every point anywhere.
 
-    Args:
-        matches: what was seen.
-        camera: (3, 3) from `pnp.camera_matrix`.
-        poses: (F, 4, 4) camera-to-world to start from.
-        places: (M, 3) of the points to start from.
+    They start from camera-to-world poses (F, 4, 4) and places (M, 3); `camera` is from `pnp.camera_matrix`.
     """
 
     def __init__(self, matches: Matches, camera: Floats, poses: Floats, places: Floats) -> None:
@@ -122,7 +110,8 @@ class Bundle:
         # The pose moves as R exp(w), C + c: the point in its camera by inside x w - R^T c.
         image = _pixel_slopes(inside, self.camera)
         moving = image @ np.swapaxes(self.poses[frames, :3, :3], 1, 2)
-        by_pose = np.concatenate([image @ _crossed(inside), -moving], 2)
+        crossed = np.cross(np.eye(3), inside[:, None])  # (n, 3, 3): the matrices of the cross product with `inside`
+        by_pose = np.concatenate([image @ crossed, -moving], 2)
         by_point = moving @ self.directions()[points]
 
         count, many, unknowns = len(self.poses), len(self.places), by_point.shape[2]
@@ -154,13 +143,4 @@ def _pixel_slopes(points: Floats, camera: Floats) -> Floats:
     made = np.zeros((len(z), 2, 3))
     made[:, 0, 0], made[:, 1, 1] = camera[0, 0] / z, camera[1, 1] / z
     made[:, 0, 2], made[:, 1, 2] = -camera[0, 0] * x / z**2, -camera[1, 1] * y / z**2
-    return made
-
-
-def _crossed(vectors: Floats) -> Floats:
-    """Return the matrices (n, 3, 3) of the cross products with vectors (n, 3)."""
-    made = np.zeros((len(vectors), 3, 3))
-    x, y, z = vectors.T
-    made[:, 0, 1], made[:, 0, 2], made[:, 1, 0] = -z, y, z
-    made[:, 1, 2], made[:, 2, 0], made[:, 2, 1] = -x, -y, x
     return made

@@ -19,13 +19,8 @@ def find_source(source: PosedFrames, target: PosedFrames | None, camera: Floats,
     """Return what locates the frames of videos made from a source; where nothing does, `fault` has every reason.
 
     Anchors come first where poses are known: they are exact. Without poses a camera that stays in place is looked for
-    first, in a tenth of the time that structure from motion takes.
-
-    Args:
-        source: the source video; poses are NaN where they are not known.
-        target: the ground-truth view of the same times, or None; poses relative to the same camera.
-        camera: (3, 3) from `pnp.camera_matrix`, of both.
-        depth: what is known of the source's depths, as for `make_fixed_source`.
+    first, in a tenth of the time that structure from motion takes. A source's poses are NaN where they are not known;
+    `target` is as for `make_source` and `make_unposed_source`, `depth` as for `make_fixed_source`.
     """
     posed = bool(np.isfinite(source.poses).all())
     fixed = None

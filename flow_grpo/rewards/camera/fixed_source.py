@@ -46,11 +46,9 @@ class FixedSource:
     metric: bool  # whether the depths are in metres; otherwise their unit is unknown
 
     def locate(self, video: Sequence[Features], command: Floats) -> Floats:
-        """Return the camera-to-world poses (F, 4, 4) float64 of a video's frames, NaN where not located.
+        """Return the camera-to-world poses (F, 4, 4) of a video's frames by their features, NaN where not located.
 
-        Args:
-            video: features of its F frames, of the instants of the source's frames.
-            command: (F, 4, 4) float64 camera-to-world poses to start from.
+        The frames are of the instants of the source's; `command` (F, 4, 4) are poses to start from.
         """
         found: list[tuple[NDArray[np.int64], NDArray[np.int64], Floats]] = []
         for frame, (seen, features, rows) in enumerate(zip(video, self.features, self.rows, strict=True)):
@@ -63,11 +61,8 @@ class FixedSource:
 def make_fixed_source(source: PosedFrames, camera: Floats, depth: Floats | None = None) -> FixedSource:
     """Return the points of a source video whose camera stays in one place; if it does not, `fault` says so.
 
-    Args:
-        source: the source video; poses that are NaN are found, as turns from the first frame.
-        camera: (3, 3) from `pnp.camera_matrix`.
-        depth: (F or 1, h, w) distances of what its frames show along the optical axis in metres; (1, 1, 1) for all of
-            the scene; None: not known.
+    Poses that are NaN are found, as turns from the first frame. `depth` (F or 1, h, w) are distances in metres of what
+    the frames show, along the optical axis; (1, 1, 1) for all of the scene; None: not known.
     """
     features = tuple(to_follow(source[row].features) for row in range(len(source)))
     unit = source.pictures.shape[2] / COLUMNS
@@ -88,7 +83,8 @@ def make_fixed_source(source: PosedFrames, camera: Floats, depth: Floats | None 
             f"{source.frames[worst]} share, needs {NEAR_SHARE:.0%}, and {exact[worst]:.0%} of that exactly, needs "
             f"{EXACT_SHARE:.0%}"
         )
-    made = FixedSource(features, (), _no_points(), camera, np.ones(len(source), np.bool_), fault, depth is not None)
+    nothing = Points(np.zeros(3), np.zeros((0, 3)), np.zeros(0), UNKNOWN_SPREAD)
+    made = FixedSource(features, (), nothing, camera, np.ones(len(source), np.bool_), fault, depth is not None)
     if fault:
         return made
     placed = [ray @ turn.T for ray, turn in zip(rays, turns, strict=True)]
@@ -97,10 +93,6 @@ def make_fixed_source(source: PosedFrames, camera: Floats, depth: Floats | None 
     spread = KNOWN_SPREAD if depth is not None and depth.size > 1 else UNKNOWN_SPREAD
     points = Points(centre, directions, distances, spread)
     return dataclasses.replace(made, rows=tuple(rows), points=points)
-
-
-def _no_points() -> Points:
-    return Points(np.zeros(3), np.zeros((0, 3)), np.zeros(0), UNKNOWN_SPREAD)
 
 
 def _rays(points: Floats, camera: Floats) -> Floats:

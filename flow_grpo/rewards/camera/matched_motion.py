@@ -21,7 +21,7 @@ from scipy.spatial.transform import Rotation
 
 from flow_grpo.rewards.camera.bundle import OUTLYING, Bundle, Matches
 from flow_grpo.rewards.camera.features import Features, Floats, find_features, match
-from flow_grpo.rewards.camera.pnp import GATE
+from flow_grpo.rewards.camera.pnp import GATE, camera_matrix
 
 APART = (1, 2, 4, 8, 16)  # frames that are matched
 PAIR_PIXELS = 1.0  # from its epipolar line, of an inlier
@@ -49,31 +49,40 @@ class Pair:
 
 
 @dataclasses.dataclass(frozen=True)
-class Motion:
-    """Cameras of F frames in an arbitrary frame and unit."""
+class Estimate:
+    """Estimated cameras of F frames."""
 
-    poses: Floats  # (F, 4, 4) camera-to-world, NaN where not found
-    points: int  # triangulated
-    parallax_deg: float  # how far the view moved apart from rotation, NaN when no two frames match
+    poses: Floats  # (F, 4, 4) float64 OpenCV camera-to-world in an arbitrary frame and unit; NaN where not registered
+    points: int = 0  # number of triangulated points
+    centred: bool = False  # too few points show parallax, so only rotations are known and all positions are 0
+    parallax_deg: float = float("nan")  # how far the view moved apart from rotation; NaN when not known
+    metric: bool = False  # whether the unit is the metre
+    cpu_seconds: float = 0.0  # spent by the process
+
+    @property
+    def found(self) -> NDArray[np.bool_]:
+        """(F,) which frames are registered."""
+        return np.asarray(np.isfinite(self.poses).all((1, 2)))
 
 
-def find_motion(pictures: NDArray[np.uint8], focal_px: float) -> Motion:
+def find_motion(pictures: NDArray[np.uint8], focal_px: float) -> Estimate:
     """Find the cameras of grey pictures (F, h, w) of square pixels with the principal point in the middle."""
     height, width = pictures.shape[1:]
     features = [find_features(picture) for picture in pictures]
-    rays = [_rays(one, focal_px, width, height) for one in features]
+    camera = camera_matrix((focal_px, focal_px, width / 2, height / 2))
+    rays = [unit_rays(one.points, camera[:2, 2], focal_px) for one in features]
     cv2.setRNGSeed(0)  # for RANSAC
     ends = [(one, one + far) for one in range(len(pictures)) for far in APART if one + far < len(pictures)]
     tried = [_pair(first, second, features, rays, focal_px) for first, second in ends]
     poses = np.full((len(pictures), 4, 4), np.nan)
     pairs, frames = _largest_part([pair for pair in tried if pair], len(pictures))
     if not pairs:
-        return Motion(poses, 0, float("nan"))
+        return Estimate(poses, centred=True)
     rotations, pairs = _average(pairs, frames, len(pictures))
     poses[frames] = np.eye(4)
     poses[frames, :3, :3] = rotations[frames]
     parallax = max(_parallax(pair, rays, rotations) for pair in pairs)
-    turned = Motion(poses, 0, parallax)
+    turned = Estimate(poses, centred=True, parallax_deg=parallax)
     at, point, feature = _tracks(pairs, [len(one) for one in features])
     enough = np.bincount(at, minlength=len(pictures)) >= GATE  # a frame that shares no points would have any position
     frames, kept = np.flatnonzero(enough), enough[at]
@@ -87,7 +96,6 @@ def find_motion(pictures: NDArray[np.uint8], focal_px: float) -> Motion:
     rows = np.searchsorted(frames, at)
     start = poses[frames]
     start[:, :3, 3], places = _positions(rows, point, np.einsum("nij,nj->ni", rotations[at], looks), 1 / focal_px)
-    camera = np.array([[focal_px, 0, width / 2 - 0.5], [0, focal_px, height / 2 - 0.5], [0, 0, 1]])
     fit = Bundle(Matches(rows, point, pixels), camera, start, places)
     fit.run(SCALES, STEPS)
     good = fit.errors() < OUTLYING
@@ -99,13 +107,19 @@ def find_motion(pictures: NDArray[np.uint8], focal_px: float) -> Motion:
     moved[frames[found]] = fit.poses[found]
     seen = [pair for pair in pairs if np.isfinite(moved[[pair.first, pair.second]]).all()]
     wide = [_parallax(pair, rays, moved[:, :3, :3]) for pair in seen]
-    return Motion(moved, points, max(wide, default=parallax))
+    return Estimate(moved, points, parallax_deg=max(wide, default=parallax))
 
 
-def _rays(features: Features, focal_px: float, width: int, height: int) -> Floats:
-    sides = (features.points - (width / 2 - 0.5, height / 2 - 0.5)) / focal_px
-    rays = np.concatenate([sides, np.ones((len(sides), 1))], 1)
+def unit_rays(pixels: Floats, middle: Floats, focal_px: float) -> Floats:
+    """Return the unit vectors (n, 3), in the camera's frame, of pixels (n, 2) by the principal point (2,)."""
+    rays = np.c_[(pixels - middle) / focal_px, np.ones(len(pixels))]
     return np.asarray(rays / np.linalg.norm(rays, axis=1, keepdims=True))
+
+
+def usual_angle(one: Floats, other: Floats) -> float:
+    """Return the median angle in degrees between unit vectors (n, 3)."""
+    apart = np.median(np.linalg.norm(one - other, axis=1))
+    return float(np.degrees(2 * np.arcsin(min(apart / 2, 1.0))))
 
 
 def _pair(
@@ -182,11 +196,8 @@ def _average(pairs: list[Pair], frames: NDArray[np.int64], count: int) -> tuple[
 
 
 def _parallax(pair: Pair, rays: Sequence[Floats], rotations: Floats) -> float:
-    one, other = (
-        rays[frame][rows] @ rotations[frame].T
-        for frame, rows in zip((pair.first, pair.second), pair.rows.T, strict=True)
-    )
-    return float(np.degrees(2 * np.arcsin(np.median(np.linalg.norm(one - other, axis=1)) / 2)))
+    ends = zip((pair.first, pair.second), pair.rows.T, strict=True)
+    return usual_angle(*(rays[frame][rows] @ rotations[frame].T for frame, rows in ends))
 
 
 def _tracks(pairs: Sequence[Pair], sizes: Sequence[int]) -> tuple[NDArray[np.int64], ...]:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.spatial.transform import Rotation
 
 from flow_grpo.rewards.camera.bundle import OUTLYING, Bundle, Matches, Normal
@@ -49,22 +48,13 @@ class Points:
     depths: Floats  # (M,) where on the ray the point is expected
     spread: float  # standard deviation of the logarithm of the depths
 
-    def take(self, rows: NDArray[np.int64]) -> Points:
-        """Return some of the points."""
-        return Points(self.centre, self.rays[rows], self.depths[rows], self.spread)
-
 
 def fit_path(matches: Matches, points: Points, camera: Floats, command: Floats) -> Floats:
     """Return the camera-to-world poses (F, 4, 4) float64 of a video's frames, NaN where not located.
 
     A frame is located with `GATE` inliers that are `INLIER_SHARE` of its matches. Two starts are tried, the command and
-    each frame from the one before it, and the better end is kept.
-
-    Args:
-        matches: what was seen.
-        points: the source's points.
-        camera: (3, 3) from `pnp.camera_matrix`.
-        command: (F, 4, 4) camera-to-world; the video begins about where it does.
+    each frame from the one before it, and the better end is kept. The video begins about where the command
+    (F, 4, 4) does.
     """
     count = len(command)
     seen = np.bincount(matches.frames, minlength=count)
@@ -91,11 +81,12 @@ def _chained(matches: Matches, points: Points, camera: Floats, command: Floats) 
     """Return poses (F, 4, 4) of which each was found by its own frame alone, from the one before it."""
     poses = [command[0]]
     for frame in range(len(command)):
-        own = matches.of_frame(frame)
-        used, numbers = np.unique(own.points, return_inverse=True)
-        here = dataclasses.replace(own, points=numbers)
-        fit = _Fit(here, points.take(used), camera, poses[-1][None], poses[-1][None])
-        if len(own) >= GATE:
+        own = matches.frames == frame
+        used, numbers = np.unique(matches.points[own], return_inverse=True)
+        here = Matches(np.zeros_like(numbers), numbers, matches.pixels[own])
+        seen = dataclasses.replace(points, rays=points.rays[used], depths=points.depths[used])
+        fit = _Fit(here, seen, camera, poses[-1][None], poses[-1][None])
+        if len(numbers) >= GATE:
             fit.run(SCALES[:2], STEPS)
         poses.append(fit.poses[0])
     return np.stack(poses[1:])
@@ -129,8 +120,10 @@ class _Fit(Bundle):
 
     def add_priors(self, normal: Normal, weight: Floats, moving: Floats) -> None:
         """Add the bends of the path and the depths' distances from the expected ones."""
+        relative = np.swapaxes(self.command[:, :3, :3], 1, 2) @ self.poses[:, :3, :3]
+        deviations = Rotation.from_matrix(relative).as_rotvec(), self.poses[:, :3, 3] - self.command[:, :3, 3]
         bends = np.deg2rad(BEND_DEG), BEND_SHARE * self.usual
-        for first, size, deviation in zip((0, 3), bends, self._deviations(), strict=True):
+        for first, size, deviation in zip((0, 3), bends, deviations, strict=True):
             for axis in range(3):
                 normal.poses[:, first + axis, :, first + axis] += self._bend / size**2
             normal.poses_slope[:, first : first + 3] += self._bend @ deviation / size**2
@@ -156,8 +149,3 @@ class _Fit(Bundle):
         np.add.at(blocks, frames, np.einsum("n,nki,nkj->nij", held, moving, moving))
         normal.poses[range(len(away)), 3:, range(len(away)), 3:] += blocks
         normal.poses_slope[:, 3:] += np.einsum("fij,fj->fi", blocks, away)
-
-    def _deviations(self) -> tuple[Floats, Floats]:
-        """Return how far the path is from its command: rotation vectors and distances, (F, 3) each."""
-        relative = np.swapaxes(self.command[:, :3, :3], 1, 2) @ self.poses[:, :3, :3]
-        return Rotation.from_matrix(relative).as_rotvec(), self.poses[:, :3, 3] - self.command[:, :3, 3]

@@ -49,14 +49,7 @@ def camera_matrix(intrinsics: Sequence[float]) -> Floats:
 def locate_video(
     seen: Sequence[Features], frames: Sequence[int], views: Sequence[MappedView], camera: Floats
 ) -> Floats:
-    """Return the camera-to-world poses (F, 4, 4) float64 in metres of a video's frames, NaN where not located.
-
-    Args:
-        seen: features of F frames.
-        frames: the number of each in its video.
-        views: the anchors.
-        camera: (3, 3) from `camera_matrix`.
-    """
+    """Return the poses (F, 4, 4) float64 of F frames of a video, each as by `locate`."""
     return np.stack([locate(features, at, views, camera) for features, at in zip(seen, frames, strict=True)])
 
 

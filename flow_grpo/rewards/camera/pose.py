@@ -21,13 +21,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from flow_grpo.maths.poses import rot_err, trans_err
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.camera.anchors import PosedFrames
 from flow_grpo.rewards.camera.feature_pool import FeaturePool, Views, together
+from flow_grpo.rewards.camera.features import Floats
 from flow_grpo.rewards.camera.find_source import AnySource, find_source
 from flow_grpo.rewards.camera.fixed_source import FixedSource
 from flow_grpo.rewards.camera.pnp import camera_matrix, locate_video
@@ -118,9 +118,7 @@ def direction_error(errors: PoseErrors) -> float:
     return float(cosine.clamp(0, 1).acos().rad2deg())
 
 
-def _facts(
-    condition: Condition,
-) -> tuple[PosedFrames, PosedFrames | None, NDArray[np.float64], NDArray[np.float64] | None]:
+def _facts(condition: Condition) -> tuple[PosedFrames, PosedFrames | None, Floats, Floats | None]:
     """Return what `find_source` asks for."""
     frames = frame_numbers(condition.size[0])
     assert condition.intrinsics is not None, "rows without intrinsics are left out"
@@ -140,14 +138,10 @@ class PoseMeasurer:
     """Locates the frames of a batch once for all rewards that share it.
 
     Anchors are cached by source, measurements by batch content. Failures are not cached: the next call tries again.
-
-    Args:
-        workers: processes; 0 measures in this one, without a time limit.
-        seconds: time limit for the anchors of a batch's sources, and again for the poses of its frames.
+    With 0 `workers` it measures in this process, without a time limit.
     """
 
-    def __init__(self, workers: int = 0, seconds: float = MOST_SECONDS) -> None:
-        self.seconds = seconds
+    def __init__(self, workers: int = 0) -> None:
         self.pool = CallPool(workers)
         self.features = FeaturePool(self.pool)
         self._sources: LruCache[VideosKey, AnySource] = LruCache(SOURCES_KEPT)
@@ -169,13 +163,13 @@ class PoseMeasurer:
         outcomes = [Outcome[PoseErrors](None, outcome.fault, outcome.lacking) for outcome in found]
         sources = {row: outcome.value for row, outcome in enumerate(found) if outcome.value is not None}
         # Time limits of their own: slow anchors must not use up that of the poses.
-        views = self.features([pictures[row] for row in sources], self.seconds, "features")
+        views = self.features([pictures[row] for row in sources], MOST_SECONDS, "features")
         jobs = []
         for (row, source), seen in zip(sources.items(), views, strict=True):
             outcomes[row] = Outcome(None, seen.fault, seen.lacking)
             if seen.value is not None:
                 jobs += [(row, job) for job in self._jobs(source, seen.value, frames, conditions[row].need_poses())]
-        parts = self.pool.run(locate_frames, [job for _, job in jobs], seconds=self.seconds, what="camera poses")
+        parts = self.pool.run(locate_frames, [job for _, job in jobs], seconds=MOST_SECONDS, what="camera poses")
         for row in {row: None for row, _ in jobs}:
             own = together([part for (whose, _), part in zip(jobs, parts, strict=True) if whose == row])
             path = own.then(np.concatenate)
@@ -203,15 +197,16 @@ class PoseMeasurer:
             if condition.intrinsics is None:
                 text = f"{condition.scene} {condition.source_camera} has no known focal length"
                 found[key] = Outcome(None, text, lacking=True)
-            elif key not in self._sources:
+            elif key in self._sources:
+                found[key] = Outcome(self._sources[key])
+            else:
                 missing[key] = condition
-        found |= {key: Outcome(self._sources[key]) for key in keys if key in self._sources}
         jobs = [_facts(condition) for condition in missing.values()]
         shown = [target for _, target, _, _ in jobs if target is not None]
-        views = self.features([target.pictures for target in shown], self.seconds, "true views")
+        views = self.features([target.pictures for target in shown], MOST_SECONDS, "true views")
         for target, seen in zip(shown, views, strict=True):
             target.features.update(enumerate(seen.value or ()))  # else the call for the anchors says what is wrong
-        made = self.pool.run(find_source, jobs, seconds=self.seconds, what="anchors")
+        made = self.pool.run(find_source, jobs, seconds=MOST_SECONDS, what="anchors")
         found |= dict(zip(missing, made, strict=True))
         for key, outcome in found.items():
             if (source := outcome.value) is not None:
@@ -222,21 +217,17 @@ class PoseMeasurer:
         return [found[key] for key in keys]
 
 
-def locate_frames(seen: Views, frames: Sequence[int], source: AnySource, path: Tensor) -> NDArray[np.float64]:
+def locate_frames(seen: Views, frames: Sequence[int], source: AnySource, path: Tensor) -> Floats:
     """Return the poses (F, 4, 4) of F frames of a video by their features, NaN where not located.
 
-    Args:
-        seen: features of the frames.
-        frames: the number of each in its video.
-        source: what locates them.
-        path: (T, 4, 4) the command, of the whole video.
+    `frames` are their numbers in the video, whose command is `path` (T, 4, 4).
     """
     if isinstance(source, FixedSource):
         return source.locate(seen, path[list(frames)].double().numpy())
     return locate_video(seen, frames, source.views, source.camera)
 
 
-def _errors(source: AnySource, condition: Condition, frames: Sequence[int], found: NDArray[np.float64]) -> PoseErrors:
+def _errors(source: AnySource, condition: Condition, frames: Sequence[int], found: Floats) -> PoseErrors:
     path, visible = condition.need_poses(), torch.from_numpy(source.visible)
     errors = compare(path[list(frames)], torch.from_numpy(found), path, visible, frames)
     return dataclasses.replace(errors, metric=source.metric)
@@ -264,7 +255,7 @@ class PathReward:
     needs_metres = True  # not valid where the unit of the source is unknown
 
     def __init__(self, measurer: PoseMeasurer | None = None) -> None:
-        self.measurer = shared_measurer() if measurer is None else measurer
+        self.measurer = measurer or shared_measurer()
 
     def prepare(self, conditions: Sequence[Condition]) -> None:
         """Find the anchors of conditions."""

@@ -20,11 +20,8 @@ def unsteadiness(poses: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
     """Return the changes of rotation and translation from one step to the next: degrees and metres (N - 2,) float64.
 
     With even steps these are the norms of the second differences of the rotation vector and of the centre. Rotations
-    are taken from step to step, so that all stay far below 180 degrees.
-
-    Args:
-        poses: (N, 4, 4) float64 in metres; NaN propagates.
-        frames: (N,) numbers of the frames, at least 3; a step is their mean distance.
+    are taken from step to step, so that all stay far below 180 degrees. A step is the mean distance of the N frames, 3
+    at least, by their numbers (N,). NaN in the poses (N, 4, 4) propagates.
     """
     gaps = frames.double().diff()[:, None]
     gaps = gaps / gaps.mean()

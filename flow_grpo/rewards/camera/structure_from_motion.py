@@ -9,7 +9,6 @@ It is the evaluation's independent estimator, so rewards use it only for sources
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 from pathlib import Path
 
@@ -17,37 +16,18 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from flow_grpo.rewards.camera.matched_motion import LEAST_POINTS, find_motion
+from flow_grpo.rewards.camera.features import Floats
+from flow_grpo.rewards.camera.matched_motion import LEAST_POINTS, Estimate, find_motion, unit_rays, usual_angle
 
 try:
     import pycolmap
 except ImportError:  # no wheel for some platforms
     pycolmap = None  # type: ignore[assignment]
 
-Floats = NDArray[np.float64]
-
 MOST_FEATURES = 2048  # of a frame
 SMALL_ROWS = 360  # frames with fewer rows or columns are upscaled twice: three times more exact on dollies of 240x416
 OVERLAP = 5  # a frame is matched with this many others: those 1, 2, 4, 8 and 16 after it
 SEED = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-    """Estimated cameras of F frames."""
-
-    poses: Floats  # (F, 4, 4) float64 OpenCV camera-to-world in an arbitrary frame and unit; NaN where not registered
-    points: int = 0  # number of triangulated points
-    centred: bool = False  # too few points show parallax, so only rotations are known and all positions are 0
-    # how far the view moved apart from rotation, see `largest_parallax`; NaN when not known
-    parallax_deg: float = float("nan")
-    metric: bool = False  # whether the unit is the metre
-    cpu_seconds: float = 0.0  # spent by the process
-
-    @property
-    def found(self) -> NDArray[np.bool_]:
-        """(F,) which frames are registered."""
-        return np.asarray(np.isfinite(self.poses).all((1, 2)))
 
 
 def name() -> str:
@@ -60,13 +40,10 @@ def name() -> str:
 def reconstruct(pictures: NDArray[np.uint8], focal_px: float) -> Estimate:
     """Estimate the cameras of grey pictures (F, h, w); all NaN when they show no common scene.
 
-    Args:
-        pictures: (F, h, w) grey.
-        focal_px: focal length in pixels, with the principal point in the middle and square pixels.
+    Pixels are taken to be square, with the principal point in the middle.
     """
     if pycolmap is None:
-        found = find_motion(pictures, focal_px)
-        return Estimate(found.poses, found.points, found.points < LEAST_POINTS, found.parallax_deg)
+        return find_motion(pictures, focal_px)
     pycolmap.logging.minloglevel = pycolmap.logging.FATAL.value  # its errors on pictures without a scene are expected
     nothing = Estimate(np.full((len(pictures), 4, 4), np.nan))
     with tempfile.TemporaryDirectory() as folder:
@@ -149,21 +126,18 @@ def largest_parallax(model: pycolmap.Reconstruction, database: Path, focal_px: f
     """
     height, width = size
     poses = {number: _camera_to_world(model.images[number]) for number in model.reg_image_ids()}
-    medians = [float("nan")]
+    medians = []
     with pycolmap.Database.open(database) as opened:
         rays = {}
         for number, pose in poses.items():
             pixels = opened.read_keypoints(number)[:, :2].astype(np.float64)
-            sides = (pixels - (width / 2, height / 2)) / focal_px
-            directions = np.concatenate([sides, np.ones((len(pixels), 1))], axis=1)
-            rays[number] = directions / np.linalg.norm(directions, axis=1, keepdims=True) @ pose[:3, :3].T
+            rays[number] = unit_rays(pixels, np.array([width / 2, height / 2]), focal_px) @ pose[:3, :3].T
         for pair, geometry in zip(*opened.read_two_view_geometries(), strict=True):
             first, second = pycolmap.pair_id_to_image_pair(pair)
             matches = geometry.inlier_matches
             if first in rays and second in rays and len(matches):
-                apart = np.linalg.norm(rays[first][matches[:, 0]] - rays[second][matches[:, 1]], axis=1)
-                medians.append(float(np.degrees(2 * np.arcsin(np.clip(np.median(apart) / 2, 0, 1)))))
-    return float(np.nanmax(medians)) if len(medians) > 1 else float("nan")
+                medians.append(usual_angle(rays[first][matches[:, 0]], rays[second][matches[:, 1]]))
+    return max(medians, default=float("nan"))
 
 
 def _camera_to_world(image: pycolmap.Image) -> Floats:

@@ -19,13 +19,10 @@ LEAST_PATH_M = 0.1  # of the true view's camera: a shorter path does not determi
 
 
 def make_unposed_source(source: PosedFrames, target: PosedFrames | None, camera: Floats) -> Source:
-    """Return the checked anchors of a source video whose poses are not known.
+    """Return the checked anchors of a source video whose poses are not known, and are not read.
 
-    Args:
-        source: the source video; its poses are not read.
-        target: the ground-truth view of the same times, poses in metres relative to the source's first camera, or None.
-        camera: (3, 3) from `pnp.camera_matrix`, of both. The reconstruction uses only fx and assumes square pixels
-            and a central principal point; anchors and checks use all of it.
+    Poses of the ground-truth view are in metres, relative to the source's first camera. Of `camera` the reconstruction
+    uses only fx, anchors and checks all.
     """
     # Imported in the scoring process that needs it: few runs do.
     from flow_grpo.rewards.camera import structure_from_motion

@@ -48,9 +48,6 @@ class ViewDisp:
 
     `info`: `disp_px`, the mean of min(m_i, c) over the frames with weight, in pixels of a picture 832 wide;
     `matched_frames`, the share of these frames that match.
-
-    Args:
-        features: finds features; None shares those of the pose rewards.
     """
 
     name = "view_disp"
@@ -59,7 +56,7 @@ class ViewDisp:
     measures = ("disp_px", "matched_frames")
 
     def __init__(self, features: FeaturePool | None = None) -> None:
-        self.features = shared_measurer().features if features is None else features
+        self.features = features or shared_measurer().features  # those of the pose rewards
 
     def prepare(self, conditions: Sequence[Condition]) -> None:
         """Find the features of true views."""
