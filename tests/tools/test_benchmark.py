@@ -21,7 +21,7 @@ from flow_grpo.maths.path_errors import path_errors
 from flow_grpo.maths.poses import PRESETS, pose, preset_path, relative, rotation_matrix, trans_err
 from flow_grpo.maths.room import render_video, stack_rooms
 from flow_grpo.rewards.camera import structure_from_motion as motion
-from flow_grpo.rewards.camera.structure_from_motion import Estimate
+from flow_grpo.rewards.camera.matched_motion import Estimate
 from flow_grpo.runtime.video_file import write_video
 from tests.refusals import refusal
 from tests.room_films import HEIGHT, INTRINSICS, WIDTH, reference_pose
@@ -236,8 +236,9 @@ def test_videos_before_training_are_scored_apart_and_compared(davis):
 def test_published_figures_are_shown_beside_ours_under_the_same_protocol_only(davis, monkeypatch, capsys):
     folder = vipe_of_davis(davis)
     own = {"videos": "list.txt", "sources": 2, "judged": 20, "size": f"{HEIGHT}x{WIDTH}"}
-    one = claims.Claim("Model X", claims.CLAIMS[0].figures, "A paper", "2026-01", claims.REDIRECTOR | own)
-    monkeypatch.setattr(claims, "CLAIMS", (one,))
+    said = {"CLAIMS": {"Model X": claims.CLAIMS["CogNVS"]}, "SOURCE": "A paper", "DATE": "2026-01"}
+    for name, value in (said | {"REDIRECTOR": claims.REDIRECTOR | own}).items():
+        monkeypatch.setattr(claims, name, value)
     write_met3r(davis.parent / "met3r", "dog_arc_left", 0.1)  # of one video: no figure of the set
     scored(davis, "--vipe", folder, "--results", davis.parent / "met3r")
     assert "| these videos | 0 | 0 | – | – | measured here |" in (out := capsys.readouterr().out)

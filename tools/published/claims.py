@@ -1,11 +1,10 @@
 """Published figures, each a claim of its paper, and the rule that shows them beside ours only under one protocol.
 
-A protocol is a mapping of what decides a figure to its value, in words. Figures are those of `shown`.
+A protocol is a mapping of what decides a figure to its value, in words.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,33 +30,18 @@ PRINTED = ("printed_trans", "printed_rot_deg")  # our columns of `printed_errors
 NAMES = {"TransErr": PRINTED[0], "RotErr": PRINTED[1], "Dyn-MEt3R": "dyn_met3r", "MEt3R": "met3r"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Claim:
-    """A row of a published table."""
-
-    model: str  # as the table names it
-    # TransErr (share of the path), RotErr (degrees), Dyn-MEt3R (higher is better), MEt3R (lower is better)
-    figures: Mapping[str, float]
-    source: str  # paper and table
-    date: str  # of publication
-    protocol: Mapping[str, Any]  # how it was measured
-
-
-def _claim(model: str, *figures: float) -> Claim:
-    named = dict(zip(NAMES, figures, strict=True))
-    return Claim(model, named, "Geo-Align, arXiv 2605.23903, tables 1 and 3", "2026-05", REDIRECTOR)
-
-
-CLAIMS = (
-    _claim("CogNVS", 0.0367, 6.950, 0.804, 0.274),
-    _claim("TrajectoryCrafter", 0.0293, 10.434, 0.824, 0.214),
-    _claim("ReCamMaster", 0.0245, 2.318, 0.797, 0.349),
-    _claim("ReDirector", 0.0149, 1.464, 0.850, 0.313),
-    _claim("Geo-Align", 0.0129, 1.365, 0.857, 0.308),
-)
+SOURCE, DATE = "Geo-Align, arXiv 2605.23903, tables 1 and 3", "2026-05"  # of all of these, measured by REDIRECTOR
+# Model -> TransErr (share of the path), RotErr (degrees), Dyn-MEt3R (higher is better), MEt3R (lower is better).
+CLAIMS = {
+    "CogNVS": (0.0367, 6.950, 0.804, 0.274),
+    "TrajectoryCrafter": (0.0293, 10.434, 0.824, 0.214),
+    "ReCamMaster": (0.0245, 2.318, 0.797, 0.349),
+    "ReDirector": (0.0149, 1.464, 0.850, 0.313),
+    "Geo-Align": (0.0129, 1.365, 0.857, 0.308),
+}
 
 
 def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """Return in one line where our protocol differs from a published one, "" if nowhere."""
+    """Return in one line where our protocol differs from the published one, "" if nowhere."""
     found = [f"{name} {ours.get(name)!r}, not {value!r}" for name, value in theirs.items() if ours.get(name) != value]
     return "; ".join(found)

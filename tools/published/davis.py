@@ -12,7 +12,7 @@ from torch import Tensor
 from flow_grpo.maths.benchmarks import preset_at_own_speed
 from flow_grpo.maths.poses import PRESETS
 from flow_grpo.runtime.json_files import read_json_object, read_text
-from tools.published.plan import CAMERAS, BenchmarkPlan, Item, check_names, item_name, write_path, write_source
+from tools.published.plan import CAMERAS, BenchmarkPlan, Item, item_name, write_path, write_source
 
 FRAMES_FOLDER = Path("JPEGImages") / "480p"
 LIST_NAME = "DAVIS-2016"
@@ -40,7 +40,6 @@ def prepare_davis(
             path = f"{CAMERAS}/{count}/{preset}.json"
             write_path(out, path, preset_at_own_speed(preset, count))
             items.append(Item(item_name(video, preset), video, preset, path, count, prompts[video]))
-    check_names(items)
     chosen = LIST_NAME if set(videos) == set(read_list(DAVIS_2016)) else names.name
     about = {"videos": chosen, "frames_at_most": at_most}
     return BenchmarkPlan("davis", size, about, tuple(items))

@@ -6,8 +6,7 @@ import dataclasses
 import json
 import math
 import shlex
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -61,12 +60,6 @@ class BenchmarkPlan:
 def item_name(source: str, camera: str) -> str:
     """Return the name that tools/generate.py gives to a source along a path of a file."""
     return f"{source}_{camera}"
-
-
-def check_names(items: Sequence[Item]) -> None:
-    name, count = Counter(item.name for item in items).most_common(1)[0]
-    if count > 1:
-        raise ValueError(f"video {name} is {count} times in the list, must be there once")
 
 
 def write_source(out: Path, source: str, video: Tensor) -> None:

@@ -7,6 +7,7 @@ of videos has one underscore, as tools/generate.py names them.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from flow_grpo.data.video_io import read_video
 from flow_grpo.maths.benchmarks import from_world_to_camera, quaternion_matrix
 from flow_grpo.maths.poses import check_poses, pose, rot_err
 from flow_grpo.runtime.json_files import read_json_object, read_text
-from tools.published.plan import CAMERAS, BenchmarkPlan, Item, check_names, item_name, write_path, write_source
+from tools.published.plan import CAMERAS, BenchmarkPlan, Item, item_name, write_path, write_source
 
 FRAMES = 45  # of every case; 4 * 11 + 1
 SEPARATOR = "__"
@@ -43,7 +44,9 @@ def prepare_redirect4d(root: Path, sources: Path, out: Path, size: tuple[int, in
         paths[place] = target_path(content, frames, folder / "trajectory.json")
         prompt = " ".join(read_text(folder / "prompt.txt", DAMAGED).split())  # a command stays one line
         items.append(Item(item, track, trajectory, place, frames, prompt, _focal(content, size)))
-    check_names(items)
+    name, count = Counter(item.name for item in items).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"video {name} is {count} times in the list, must be there once")
     files = {track: _source(sources, track) for track, _ in cases}
     for track, file in files.items():
         write_source(out, track, read_video(file, frames))

@@ -79,19 +79,12 @@ def protocol(
 
 
 def _beside_published(ours: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
-    known = [claim for claim in claims.CLAIMS if claim.protocol["set"] == ours["set"]]
-    if not known:
+    if ours["set"] != claims.REDIRECTOR["set"]:
         return [f"No published figures of {ours['set']} are in tools/published/claims.py."]
-    shown, refused = [], []
-    for claim in known:
-        differs = claims.difference(ours, claim.protocol)
-        if differs:
-            refused.append(f"Figures of {claim.source} are not shown, the protocol differs: {differs}.")
-        else:
-            figures = [f"{claim.figures[word]:.4g}" for word in claims.NAMES]
-            shown.append([claim.model, *figures, f"{claim.source}, {claim.date}"])
-    if not shown:
-        return list(dict.fromkeys(refused))
+    if differs := claims.difference(ours, claims.REDIRECTOR):
+        return [f"Figures of {claims.SOURCE} are not shown, the protocol differs: {differs}."]
+    source = f"{claims.SOURCE}, {claims.DATE}"
+    shown = [[model, *(f"{figure:.4g}" for figure in figures), source] for model, figures in claims.CLAIMS.items()]
     means = [mean_of(rows, column) for column in claims.NAMES.values()]
     own = [f"{mean:.4g}" if mean is not None and count == len(rows) else "–" for mean, count in means]
     return [
@@ -99,5 +92,4 @@ def _beside_published(ours: Mapping[str, Any], rows: Sequence[Row]) -> list[str]
         "decimals per video, TransErr 0 where the command stays in place. ViPE's files hide its version: use theirs.",
         "",
         *markdown_table(["model", *claims.NAMES, "source"], [["these videos", *own, "measured here"], *shown]),
-        *dict.fromkeys(refused),
     ]
