@@ -62,7 +62,7 @@ from flow_grpo.rewards.remote.http_client import ServiceError
 from flow_grpo.rewards.remote.protocol import read_health, why
 from flow_grpo.runtime import device
 from flow_grpo.settings.own_code import is_own
-from tools.serving.adapters import ADAPTERS, AdapterSettings, refuse_downloads
+from tools.serving.adapters import ADAPTERS, refuse_downloads
 from tools.serving.check import check
 from tools.serving.scoring_service import LocalScorer, Scorer, ScoringService
 
@@ -87,7 +87,7 @@ def build(args: argparse.Namespace) -> RewardServer:
     else:
         found = device.resolve(args.device)
         device.select(found)
-        scorer = ADAPTERS[args.reward](AdapterSettings(args.weights, args.code, found, args.frames or 5))
+        scorer = ADAPTERS[args.reward](args.weights, args.code, found, args.frames or 5)
     asked = {name: getattr(args, name) for name in ("frames", "size", "fps", "groups")}
     wants = {name: value for name, value in asked.items() if value is not None}
     service = ScoringService(scorer, args.max_mb * 2**20, wants)

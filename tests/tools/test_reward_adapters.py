@@ -19,7 +19,7 @@ from flow_grpo.data.video_io import frame_rate
 from flow_grpo.maths.poses import pose, rotation_matrix
 from tests.room_films import INTRINSICS, conditions, film
 from tools.serving import adapters
-from tools.serving.adapters import ADAPTERS, AdapterSettings, checksum, pose_scores
+from tools.serving.adapters import ADAPTERS, checksum, pose_scores
 from tools.serving.preprocessor import Preprocessor
 
 FILM = film(["pan_left", "zoom_in"])
@@ -46,17 +46,17 @@ def stand_in(monkeypatch, name: str, **contents: object) -> None:
 def test_missing_weights_are_named_with_what_is_expected(name, tmp_path):
     for path in (None, tmp_path / "nowhere"):
         with pytest.raises(ValueError, match=r"^--weights is .*, must be (a|the) \w+ .*; nothing is downloaded here$"):
-            ADAPTERS[name](AdapterSettings(path, None, CPU))
+            ADAPTERS[name](path, None, CPU)
     said = r"without .*config\.json" if ADAPTERS[name].files else r"^--weights is .*, must be the file"
     with pytest.raises(ValueError, match=said):
-        ADAPTERS[name](AdapterSettings(tmp_path, None, CPU))
+        ADAPTERS[name](tmp_path, None, CPU)
 
 
 @pytest.mark.parametrize("name", ["videoalign", "hpsv3", "mapanything"])
 def test_a_missing_package_is_named_with_the_way_to_get_it(name, weights):
     place = weights if ADAPTERS[name].files else weights / "model.safetensors"
     with pytest.raises(ValueError, match=r"^package '\w+.*' cannot be imported .*: (git clone|pip install)[^\n]*$"):
-        ADAPTERS[name](AdapterSettings(place, None, CPU))
+        ADAPTERS[name](place, None, CPU)
 
 
 def test_videoalign_gets_a_file_and_gives_two_scores(monkeypatch, weights):
@@ -69,7 +69,7 @@ def test_videoalign_gets_a_file_and_gives_two_scores(monkeypatch, weights):
             return [{"VQ": 0.5, "MQ": -1.5, "TA": 9.0, "Overall": 8.0}]
 
     stand_in(monkeypatch, "inference", VideoVLMRewardInference=Inference)
-    scorer = ADAPTERS["videoalign"](AdapterSettings(weights, None, CPU))
+    scorer = ADAPTERS["videoalign"](weights, None, CPU)
     said = scorer(FILM.videos, [dataclasses.replace(condition, fps=24.0) for condition in CONDITIONS])
     values = {name: result.values.tolist() for name, result in said.items()}
     assert values == {"videoalign_vq": [0.5, 0.5], "videoalign_mq": [-1.5, -1.5]}
@@ -89,7 +89,7 @@ def test_hpsv3_gets_files_of_frames_and_its_first_column_counts(monkeypatch, wei
             return torch.tensor([[float(number), 100.0] for number in range(len(prompts))])
 
     stand_in(monkeypatch, "hpsv3", HPSv3RewardInferencer=Inferencer)
-    scorer = ADAPTERS["hpsv3"](AdapterSettings(weights / "model.safetensors", None, CPU, frames=3))
+    scorer = ADAPTERS["hpsv3"](weights / "model.safetensors", None, CPU, frames=3)
     assert scorer(FILM.videos, CONDITIONS)["hpsv3"].values.tolist() == [1.0, 1.0]
     assert sizes == [(32, 24)] * 6
     assert scorer.model == "hpsv3:model.safetensors"
@@ -115,7 +115,7 @@ def test_a_clip_of_the_real_library_is_loaded_and_scores(name, tmp_path):
     CLIPProcessor(image, tokenizer).save_pretrained(folder)
     if not (folder / "preprocessor_config.json").exists():  # newer libraries write one file for both halves
         image.save_pretrained(folder)
-    scorer = ADAPTERS[name](AdapterSettings(folder, None, CPU, frames=2))
+    scorer = ADAPTERS[name](folder, None, CPU, frames=2)
     said = scorer(FILM.videos, CONDITIONS)[name]
     assert said.values.isfinite().all() and said.values[0] != said.values[1]
     assert torch.equal(scorer(FILM.videos[1:], CONDITIONS[1:])[name].values, said.values[1:])
@@ -193,7 +193,7 @@ def random_model(kind: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["dinov2", "dinov2_with_registers", "dinov3_vit"])
 def test_a_dino_compares_each_frame_with_the_source_at_its_time(kind, tmp_path):
-    scorer = ADAPTERS["dino"](AdapterSettings(random_model(kind, tmp_path), None, CPU, frames=3))
+    scorer = ADAPTERS["dino"](random_model(kind, tmp_path), None, CPU, frames=3)
     assert (scorer.needs, scorer.wants, scorer.scores) == (("source",), {"frames": 3}, ("dino_content",))
     moving = dataclasses.replace(CONDITIONS[0], source_video=FILM.videos[0])
     videos = torch.stack([FILM.videos[0], FILM.videos[0].flip(1), FILM.videos[1], torch.rand(FILM.videos[0].shape)])
@@ -204,7 +204,7 @@ def test_a_dino_compares_each_frame_with_the_source_at_its_time(kind, tmp_path):
 
 
 def test_a_siglip_compares_frames_with_the_prompt_padded_as_in_its_training(tmp_path):
-    scorer = ADAPTERS["siglip"](AdapterSettings(random_model("siglip", tmp_path), None, CPU, frames=2))
+    scorer = ADAPTERS["siglip"](random_model("siglip", tmp_path), None, CPU, frames=2)
     assert scorer.needs == ("prompt",)
     asked = [dataclasses.replace(CONDITIONS[0], prompt=prompt) for prompt in ("A room", "river", "a room " * 9)]
     room, river, long = scorer(FILM.videos[[0, 0, 0]], asked)["siglip_text"].values.tolist()
@@ -219,14 +219,14 @@ def test_a_siglip_compares_frames_with_the_prompt_padded_as_in_its_training(tmp_
 def test_a_folder_of_another_model_is_refused_by_its_kind(name, kind, weights):
     (weights / "config.json").write_text(json.dumps({"model_type": kind}))
     with pytest.raises(ValueError, match=rf"--weights holds a '{kind}' model, must be a folder of (facebook|google)/"):
-        ADAPTERS[name](AdapterSettings(weights, None, CPU))
+        ADAPTERS[name](weights, None, CPU)
 
 
 def test_a_siglip_without_a_tokenizer_is_refused(tmp_path):
     folder = random_model("siglip", tmp_path)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"^\S+ has no tokenizer that can be read: [^\n]+$"):
-        ADAPTERS["siglip"](AdapterSettings(folder, None, CPU))
+        ADAPTERS["siglip"](folder, None, CPU)
 
 
 def test_map_anything_is_told_k_and_never_the_poses(monkeypatch, weights):
@@ -254,7 +254,7 @@ def test_map_anything_is_told_k_and_never_the_poses(monkeypatch, weights):
     stand_in(monkeypatch, "mapanything.models", MapAnything=MapAnything)
     stand_in(monkeypatch, "mapanything.utils")
     stand_in(monkeypatch, "mapanything.utils.image", preprocess_inputs=list)
-    scorer = ADAPTERS["mapanything"](AdapterSettings(weights, None, CPU))
+    scorer = ADAPTERS["mapanything"](weights, None, CPU)
     said = scorer(FILM.videos[:1], CONDITIONS[:1])
     assert said["mapanything_rot"].values.item() == pytest.approx(0, abs=1e-4)
     assert said["mapanything_trans"].values.item() == pytest.approx(0, abs=1e-4)

@@ -6,7 +6,6 @@ is downloaded: an error names what is missing and how to get it. Licences: docs/
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import os
@@ -34,18 +33,12 @@ from tools.serving.preprocessor import Preprocessor
 from tools.serving.scoring_service import checksum
 
 
-@dataclasses.dataclass(frozen=True)
-class AdapterSettings:
-    """Where an adapter finds its model."""
-
-    weights: Path | None  # folder or file
-    code: Path | None  # clone of a repository that cannot be installed
-    device: torch.device
-    frames: int = 5  # per video, for models that score pictures
-
-
 class Adapter:
-    """A published model as a `Scorer`; subclasses implement `load` and `score`."""
+    """A published model as a `Scorer`; subclasses implement `load` and `score`.
+
+    Raises:
+        ValueError: the weights, or the package, of which `code` may be a clone, are missing.
+    """
 
     module: str  # to import
     install: str  # how to get it
@@ -53,33 +46,29 @@ class Adapter:
     files: tuple[str, ...] = ()  # that this folder must hold; none if it is a single file
     scores: tuple[str, ...]
     needs: tuple[str, ...] = ()
-    pictures = False  # it scores `AdapterSettings.frames` pictures, and so asks for no others
+    pictures = False  # it scores `frames` pictures of a video, and so asks for no others
 
-    def __init__(self, settings: AdapterSettings) -> None:
-        """Find package and weights, and load; ValueError where either is missing."""
-        self._settings, self.device = settings, settings.device
-        self.wants: dict[str, object] = {"frames": settings.frames} if self.pictures else {}
-        self._weights = self._find_weights()
-        package = self._import_package()
+    def __init__(self, weights: Path | None, code: Path | None, device: torch.device, frames: int = 5) -> None:
+        missing = [name for name in self.files if weights is not None and not (weights / name).is_file()]
+        if weights is None or missing or not (weights.is_dir() if self.files else weights.is_file()):
+            got = f"{weights}{' without ' + ', '.join(missing) if missing else ''}"
+            raise ValueError(f"--weights is {got}, must be {self.weights}; nothing is downloaded here")
+        if code is not None:
+            sys.path.insert(0, str(code.resolve()))
+        try:
+            package = importlib.import_module(self.module)
+        except ImportError as error:
+            raise ValueError(f"package {self.module!r} cannot be imported ({error}): {self.install}") from None
+        self.device, self._frames, self._weights = device, frames, weights.resolve()
+        self.wants: dict[str, object] = {"frames": frames} if self.pictures else {}
         self.model = f"{self.scores[0].partition('_')[0]}:{self._weights.name}"
         self.version = checksum(self._weights)
         self.load(package)
 
-    def _find_weights(self) -> Path:
-        path, files = self._settings.weights, self.files
-        missing = [name for name in files if path is not None and not (path / name).is_file()]
-        if path is None or missing or not (path.is_dir() if files else path.is_file()):
-            got = f"{path}{' without ' + ', '.join(missing) if missing else ''}"
-            raise ValueError(f"--weights is {got}, must be {self.weights}; nothing is downloaded here")
-        return path.resolve()
-
-    def _import_package(self) -> ModuleType:
-        if self._settings.code is not None:
-            sys.path.insert(0, str(self._settings.code.resolve()))
-        try:
-            return importlib.import_module(self.module)
-        except ImportError as error:
-            raise ValueError(f"package {self.module!r} cannot be imported ({error}): {self.install}") from None
+    def frames(self, video: Tensor) -> list[Image.Image]:
+        """Return the frames that are scored of a video (3, T, h, w): evenly spread, first and last included."""
+        chosen = frame_numbers(video.shape[1], self._frames)
+        return [Image.fromarray(picture.numpy()) for picture in to_pixels(video[:, chosen])]
 
     def load(self, package: ModuleType) -> None:
         raise NotImplementedError
@@ -109,8 +98,8 @@ class VideoAlign(Adapter):
     scores = ("videoalign_vq", "videoalign_mq")
 
     def load(self, package: ModuleType) -> None:
-        device = str(self._settings.device)
-        self._model = package.VideoVLMRewardInference(str(self._weights), device=device, dtype=torch.bfloat16)
+        weights, device = str(self._weights), str(self.device)
+        self._model = package.VideoVLMRewardInference(weights, device=device, dtype=torch.bfloat16)
 
     def score(self, video: Tensor, condition: Condition) -> Mapping[str, float]:
         """Score the video as a file, the model's input format."""
@@ -132,14 +121,14 @@ class Hpsv3(Adapter):
     pictures = True
 
     def load(self, package: ModuleType) -> None:
-        weights, device = str(self._weights), str(self._settings.device)
+        weights, device = str(self._weights), str(self.device)
         self._model = package.HPSv3RewardInferencer(checkpoint_path=weights, device=device)
 
     def score(self, video: Tensor, condition: Condition) -> Mapping[str, float]:
         """Score frames as files; the model returns a mean and a spread, of which the mean is used."""
         with tempfile.TemporaryDirectory(prefix="frames_") as folder:
             paths = []
-            for number, picture in enumerate(_frames(video, self._settings.frames)):
+            for number, picture in enumerate(self.frames(video)):
                 paths.append(f"{folder}/{number}.png")
                 picture.save(paths[-1])
             found = self._model.reward(prompts=[condition.prompt] * len(paths), image_paths=paths)
@@ -160,12 +149,11 @@ class ClipScore(Adapter):
     def load(self, package: ModuleType) -> None:
         processor = package.AutoProcessor.from_pretrained(str(self._weights), local_files_only=True)
         model = package.AutoModel.from_pretrained(str(self._weights), local_files_only=True)
-        self._processor, self._model = processor, model.eval().to(self._settings.device)
+        self._processor, self._model = processor, model.eval().to(self.device)
 
     def score(self, video: Tensor, condition: Condition) -> Mapping[str, float]:
         texts = {"text": [condition.prompt], "padding": True, "truncation": True}
-        images = _frames(video, self._settings.frames)
-        inputs = self._processor(images=images, return_tensors="pt", **texts).to(self._settings.device)
+        inputs = self._processor(images=self.frames(video), return_tensors="pt", **texts).to(self.device)
         return {self.scores[0]: float(self._model(**inputs).logits_per_image.float().mean())}
 
 
@@ -192,7 +180,7 @@ class MapAnythingPoses(Adapter):
 
     def load(self, package: ModuleType) -> None:
         model = package.MapAnything.from_pretrained(str(self._weights), local_files_only=True)
-        self._model = model.to(self._settings.device).eval()
+        self._model = model.to(self.device).eval()
         self._preprocess = importlib.import_module("mapanything.utils.image").preprocess_inputs
 
     def score(self, video: Tensor, condition: Condition) -> Mapping[str, float]:
@@ -232,7 +220,7 @@ class LocalModel(Adapter):
 
     def pixels(self, video: Tensor) -> Tensor:
         """Return the frames that are scored of a video (3, T, h, w) as the model takes them, (n, 3, H, W)."""
-        return torch.stack([self._preprocess(picture) for picture in _frames(video, self._settings.frames)])
+        return torch.stack([self._preprocess(picture) for picture in self.frames(video)])
 
 
 class DinoContent(LocalModel):
@@ -279,13 +267,8 @@ class SiglipText(LocalModel):
         return {"siglip_text": float(logits.mean())}
 
 
-ADAPTERS: Mapping[str, type[Adapter]] = dict(
-    zip(
-        PUBLISHED,
-        (VideoAlign, Hpsv3, ClipScore, PickScore, MapAnythingPoses, DinoContent, SiglipText),
-        strict=True,
-    )
-)
+_KINDS = (VideoAlign, Hpsv3, ClipScore, PickScore, MapAnythingPoses, DinoContent, SiglipText)
+ADAPTERS: Mapping[str, type[Adapter]] = dict(zip(PUBLISHED, _KINDS, strict=True))
 
 
 def refuse_downloads() -> None:
@@ -297,8 +280,3 @@ def refuse_downloads() -> None:
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
     for name in ("download_url_to_file", "urlopen"):  # torch.hub knows no such variable
         setattr(torch.hub, name, refuse)
-
-
-def _frames(video: Tensor, count: int) -> list[Image.Image]:
-    """Return `count` evenly spread frames of a video (3, T, h, w), first and last included."""
-    return [Image.fromarray(p.numpy()) for p in to_pixels(video[:, frame_numbers(video.shape[1], count)])]
