@@ -13,7 +13,6 @@ import train_grpo
 from flow_grpo.reporting.drawing import plots
 from flow_grpo.rewards.base import build_reward
 from flow_grpo.rewards.remote.protocol import TOKEN
-from flow_grpo.rewards.remote.reward import RetryPolicy
 from flow_grpo.settings.errors import ConfigError
 from tests.bad_input_cases import Setup
 from tests.scripted_server import HEALTH, ScriptedServer, answer, serving
@@ -95,7 +94,7 @@ def test_a_server_that_sends_the_token_back_does_not_get_it_into_a_log(tmp_path,
     caplog.set_level(logging.DEBUG)
     with ScriptedServer(answer({"error": SECRET}, 400), health=health) as server:
         reward = build_reward("remote:motion_mag", data_root=".", servers={"motion_mag": server.url}, timeout_s=5.0)
-        reward.policy = RetryPolicy(timeout_s=5.0, delays_s=())
+        reward.delays_s = ()
         result = reward(torch.zeros(1, 3, 5, 8, 8), [condition()])
         assert SECRET in server.asked[0][1]["Authorization"]
     assert not result.valid.any() and result.causes[0] and SECRET not in result.causes[0]

@@ -24,7 +24,7 @@ from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards import REWARDS
 from flow_grpo.rewards.own import KNOB, build_own, find_own
 from flow_grpo.rewards.process_pool import Outcome
-from flow_grpo.rewards.remote.reward import RemoteReward, RetryPolicy
+from flow_grpo.rewards.remote.reward import RemoteReward
 from flow_grpo.rewards.results import from_outcomes
 from flow_grpo.rewards.room.room_fit import ROOM_FILE
 from flow_grpo.settings.errors import refusal
@@ -175,14 +175,10 @@ def _checked(reward: Reward, result: RewardResult, count: int) -> RewardResult:
 
 
 def try_rewards(rewards: RewardSet, condition: Condition, *, whole_groups: bool = True) -> None:
-    """Refuse rewards that would fail all samples of a run.
+    """Refuse rewards that would fail all samples of a run, tried on one condition of its data.
 
-    Those of the user's own score a video twice, servers are asked who they are.
-
-    Args:
-        rewards: of the run.
-        condition: one of its data.
-        whole_groups: every call in training has all copies of its groups.
+    Those of the user's own score a video twice, servers are asked who they are. `whole_groups`: every call in training
+    has all copies of its groups.
 
     Raises:
         ConfigError: one needs what the data lacks, fails, or does not return what a reward returns.
@@ -227,7 +223,7 @@ def build_reward(
         return own
     if name.startswith("remote:"):
         served = name.removeprefix("remote:")
-        return RemoteReward(served, (servers or {})[served], RetryPolicy(timeout_s=timeout_s))
+        return RemoteReward(served, (servers or {})[served], timeout_s)
     module, _, kind = REWARDS[name].partition(":")
     made: Callable[..., Reward] = getattr(importlib.import_module(f"flow_grpo.rewards.{module}"), kind)
     return made(Path(data_root)) if name in SCENE_FILES else made()

@@ -50,11 +50,7 @@ class Outcome(Generic[ResultType]):
 
 
 class CallPool:
-    """Runs calls in `workers` processes, or sequentially in this one.
-
-    Args:
-        workers: number of processes; with 0 calls run in this process and cannot be stopped at the deadline.
-    """
+    """Runs calls in `workers` processes; with 0 sequentially in this one, where none can be stopped at a deadline."""
 
     def __init__(self, workers: int = 0) -> None:
         self.workers = workers
@@ -63,13 +59,9 @@ class CallPool:
     def run(
         self, function: Callable[..., ResultType], arguments: Sequence[tuple[Any, ...]], *, seconds: float, what: str
     ) -> list[Outcome[ResultType]]:
-        """Call `function` with each tuple of arguments and return the outcomes in the same order.
+        """Call `function`, which can be pickled, with each tuple of arguments; return the outcomes in the same order.
 
-        Args:
-            function: defined in a module, so that it can be pickled.
-            arguments: one tuple for each call.
-            seconds: time limit of the whole batch; starting the processes is not counted.
-            what: name of the batch in messages, such as "anchors".
+        `seconds` limit the whole batch, but for starting the processes; `what` names it in messages.
         """
         if not self.workers or not arguments:
             return [_run_here(function, each) for each in arguments]

@@ -19,11 +19,7 @@ VideosKey = tuple[str, str, str, str]
 
 
 class References:
-    """The measurements of conditions' own videos; those of the last conditions are kept.
-
-    Args:
-        measure: returns what it finds of one condition, reading no more than `videos_key` does.
-    """
+    """The measurements of conditions' own videos, which may read no more than `videos_key`; the last ones are kept."""
 
     def __init__(self, measure: Callable[[Condition], Tensor]) -> None:
         self.measure = measure

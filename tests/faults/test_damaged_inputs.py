@@ -39,7 +39,7 @@ from flow_grpo.records import Condition
 from flow_grpo.reporting.metric_files import MetricFiles
 from flow_grpo.rewards.base import RewardSet, build_reward
 from flow_grpo.rewards.remote import protocol
-from flow_grpo.rewards.remote.reward import RemoteReward, RetryPolicy
+from flow_grpo.rewards.remote.reward import RemoteReward
 from flow_grpo.run import starts
 from flow_grpo.runtime.checkpoints import resume
 from flow_grpo.runtime.json_files import read_json
@@ -350,7 +350,7 @@ def damaged_file(content: bytes, draw: random.Random) -> bytes:
 
 
 def judge(server: ScriptedServer) -> RemoteReward:
-    return RemoteReward("beauty", server.url, RetryPolicy(timeout_s=20.0, delays_s=()))
+    return RemoteReward("beauty", server.url, timeout_s=20.0, delays_s=())
 
 
 def answer(place: Path) -> Attempt:

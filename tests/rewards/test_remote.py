@@ -12,7 +12,7 @@ import torch
 from flow_grpo.rewards.base import RewardSet, try_rewards
 from flow_grpo.rewards.remote import protocol
 from flow_grpo.rewards.remote import reward as remote
-from flow_grpo.rewards.remote.reward import RemoteReward, RetryPolicy
+from flow_grpo.rewards.remote.reward import RemoteReward
 from tests.limits import LIMIT_S
 from tests.room_films import conditions, film
 from tests.scripted_server import HEALTH, ScriptedServer, answer, scores, silent
@@ -20,13 +20,12 @@ from tests.scripted_server import HEALTH, ScriptedServer, answer, scores, silent
 FILM = film(["pan_left", "zoom_in", "arc_right"])
 VIDEOS = (FILM.videos * 255).round() / 255
 CONDITIONS = conditions(dataclasses.replace(FILM, videos=VIDEOS))
-POLICY = RetryPolicy(timeout_s=LIMIT_S, delays_s=(0.0, 0.0), failures=3, cool_down_s=60.0)
-SHORT = dataclasses.replace(POLICY, timeout_s=0.3)  # only against servers that are slow on purpose
+SHORT_S = 0.3  # only for servers that are slow on purpose
 FINE = answer(scores(CONDITIONS, 1.0, -2.0, 0.5))
 
 
-def reward(server: ScriptedServer, policy: RetryPolicy = POLICY) -> RemoteReward:
-    return RemoteReward("beauty", server.url, policy)
+def reward(server: ScriptedServer, timeout_s: float = LIMIT_S, delays_s: tuple[float, ...] = (0, 0)) -> RemoteReward:
+    return RemoteReward("beauty", server.url, timeout_s, delays_s)
 
 
 def unknown(result, cause: str) -> bool:
@@ -74,7 +73,7 @@ def test_a_request_holds_the_name_the_speed_and_what_the_server_needs():
 )
 def test_a_server_that_fails_or_lies_leaves_no_score(bad, cause, attempts):
     with ScriptedServer(bad) as server:
-        judge = reward(server, SHORT if bad is silent else POLICY)
+        judge = reward(server, SHORT_S if bad is silent else LIMIT_S)
         assert unknown(judge(VIDEOS, CONDITIONS), cause)
         assert server.scored == attempts
         stats = judge.stats()
@@ -102,7 +101,7 @@ def test_a_sample_that_cannot_be_measured_is_no_fault():
 )
 def test_a_server_that_is_not_the_one_asked_for_gets_no_videos(health, cause):
     with ScriptedServer(FINE, health=health) as server:
-        assert unknown(reward(server, SHORT if health is silent else POLICY)(VIDEOS, CONDITIONS), cause)
+        assert unknown(reward(server, SHORT_S if health is silent else LIMIT_S)(VIDEOS, CONDITIONS), cause)
         assert server.scored == 0
 
 
@@ -169,10 +168,11 @@ def test_a_video_outside_the_colours_is_not_sent(bad):
 def test_the_circuit_breaker_opens_after_failures_and_one_call_decides_after_the_cool_down(caplog, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    policy = dataclasses.replace(POLICY, delays_s=(), failures=2, cool_down_s=1.0)
+    monkeypatch.setattr(remote, "FAILURES", 2)
+    monkeypatch.setattr(remote, "COOL_DOWN_S", 1.0)
     bad = answer({}, 500)
     with caplog.at_level(logging.WARNING), ScriptedServer(bad, FINE, bad, bad, bad, FINE) as server:
-        judge = reward(server, policy)
+        judge = reward(server, delays_s=())
         assert unknown(judge(VIDEOS, CONDITIONS), "status 500")
         assert judge(VIDEOS, CONDITIONS).valid.all()  # failures with a success between them do not add up
         for _ in range(2):

@@ -159,7 +159,7 @@ def test_an_unknown_reward_is_refused_with_the_known_ones():
 def test_a_remote_reward_is_built_where_its_server_is_named_and_its_set_knows_the_model_and_the_calls():
     servers, weights = {"hpsv3": "http://127.0.0.1:9"}, {"remote:hpsv3": 1.0, "sharpness": 1.0}
     chosen = build_reward_set(weights, data_root="data", servers=servers, timeout_s=7.0)
-    assert isinstance(chosen.rewards[0], RemoteReward) and chosen.rewards[0].policy.timeout_s == 7
+    assert isinstance(chosen.rewards[0], RemoteReward) and chosen.rewards[0].timeout_s == 7
     assert chosen.floors["remote:hpsv3"] == 0.0
     assert list(chosen.stats()) == ["remote:hpsv3"] and chosen.served() == {}
     chosen.rewards[0].identity = ("judge", "v1")

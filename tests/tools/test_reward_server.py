@@ -23,7 +23,7 @@ from flow_grpo.records import RewardResult
 from flow_grpo.rewards.base import build_reward
 from flow_grpo.rewards.remote import protocol
 from flow_grpo.rewards.remote.protocol import TOKEN
-from flow_grpo.rewards.remote.reward import RemoteReward, RetryPolicy
+from flow_grpo.rewards.remote.reward import RemoteReward
 from tests.limits import LIMIT_S
 from tests.room_films import conditions, film, like_a_codec
 from tests.scripted_server import serving
@@ -37,7 +37,6 @@ ROOT = Path(__file__).resolve().parents[2]
 FILM = film(["pan_left", "zoom_in"])
 TRUE = (FILM.videos * 255).round() / 255
 VIDEOS = (like_a_codec(TRUE) * 255).round() / 255
-POLICY = RetryPolicy(timeout_s=LIMIT_S, delays_s=())
 
 
 def judged_conditions(root: Path | None = None):
@@ -72,7 +71,7 @@ def hosting(scorer, *, max_bytes: int = 2**26, timeout_s: float = LIMIT_S, token
 
 
 def ask(server: RewardServer, name: str = "first"):
-    return RemoteReward(name, server.url, POLICY)(VIDEOS, judged_conditions())
+    return RemoteReward(name, server.url, LIMIT_S, ())(VIDEOS, judged_conditions())
 
 
 def request(reward: str = "first", **changes) -> bytes:
@@ -92,7 +91,7 @@ def test_a_hosted_reward_gives_the_scores_of_the_local_one_bit_for_bit(name, tmp
     asked = judged_conditions(tmp_path)
     local = build_reward(name, data_root=tmp_path)(VIDEOS, asked)
     with serving(build(parse(["--reward", name, "--port", "0", "--data-root", str(tmp_path)]))) as server:
-        far = RemoteReward(name, server.url, POLICY)(VIDEOS, asked)
+        far = RemoteReward(name, server.url, LIMIT_S, ())(VIDEOS, asked)
     assert local.valid.all() and far.valid.all(), far.causes
     assert torch.equal(far.values, local.values)
 
@@ -102,7 +101,7 @@ def test_a_function_of_one_s_own_is_served_under_its_name(tmp_path):
     file.write_text("def warmth(videos, conditions):\n    return (videos[:, 0] - videos[:, 2]).mean(dim=(1, 2, 3))\n")
     expected = build_reward(f"{file}:warmth", data_root=".")(TRUE, judged_conditions())
     with serving(build(parse(["--reward", f"{file}:warmth", "--port", "0"]))) as server:
-        found = RemoteReward("warmth", server.url, POLICY)(TRUE, judged_conditions())
+        found = RemoteReward("warmth", server.url, LIMIT_S, ())(TRUE, judged_conditions())
     assert found.valid.all() and torch.equal(found.values, expected.values)
 
 
@@ -123,7 +122,7 @@ def test_a_server_asks_for_frames_size_rate_and_groups_and_scores_what_it_asked_
     file.write_text(code)
     with serving(build(parse(["--reward", f"{file}:height", "--port", "0", *words]))) as server:
         health = httpx.get(f"{server.url}/health", trust_env=False).json()
-        far = RemoteReward("height", server.url, POLICY)(VIDEOS, judged_conditions())
+        far = RemoteReward("height", server.url, LIMIT_S, ())(VIDEOS, judged_conditions())
     asked = {"frames": 3, "size": [12, 16], "fps": 12.0, "groups": True} if words else {}
     assert {name: health[name] for name in ("frames", "size", "fps", "groups") if name in health} == asked
     assert far.values.tolist() == [100 * seen + (12 if words else 24)] * 2 and health["peak_gib"]["cpu"] > 0
@@ -151,7 +150,7 @@ def test_any_content_type_is_read_and_health_may_be_asked_by_its_head(kind):
 def test_what_the_reward_cannot_score_arrives_as_not_valid_with_its_cause():
     asked = [dataclasses.replace(judged_conditions()[0], target_video=None), judged_conditions()[1]]
     with serving(build(parse(["--reward", "target_view", "--port", "0"]))) as server:
-        far = RemoteReward("target_view", server.url, POLICY)(VIDEOS, asked)
+        far = RemoteReward("target_view", server.url, LIMIT_S, ())(VIDEOS, asked)
     assert far.valid.tolist() == [False, True] and "has no true view" in far.causes[0]
     assert not far.faulty.any()  # nothing failed: there is nothing to measure by
 
@@ -206,7 +205,7 @@ def test_the_program_says_where_it_listens_and_serves():
         line = program.stdout.readline()
         url = re.search(r"http://127\.0\.0\.1:\d+", line)
         assert url, line
-        far = RemoteReward("motion_mag", url[0], POLICY)(VIDEOS, judged_conditions())
+        far = RemoteReward("motion_mag", url[0], LIMIT_S, ())(VIDEOS, judged_conditions())
         assert torch.equal(far.values, build_reward("motion_mag", data_root=".")(VIDEOS, judged_conditions()).values)
     finally:
         program.kill()
@@ -338,7 +337,7 @@ def test_a_request_that_comes_again_is_not_scored_again_nor_is_the_second_score(
         first, again, second = ask(server), ask(server), ask(server, "second")
         assert server.service.scorer.calls == 1
         assert torch.equal(first.values, again.values) and torch.equal(second.values, -first.values)
-        other = RemoteReward("first", server.url, POLICY)(VIDEOS.flip(0), judged_conditions())
+        other = RemoteReward("first", server.url, LIMIT_S, ())(VIDEOS.flip(0), judged_conditions())
         assert server.service.scorer.calls == 2 and torch.equal(other.values, first.values.flip(0))
 
 

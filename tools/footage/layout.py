@@ -25,9 +25,7 @@ from flow_grpo.runtime.atomic_file import atomic_path
 def lay_out(clips: Sequence[Path], args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
     """Write the data set `args.out` and return the clips that are held out, and those of unknown focal length.
 
-    Args:
-        clips: video files.
-        args: the options of tools/prepare_clips.py.
+    `args` are the options of tools/prepare_clips.py.
 
     Raises:
         ValueError: options, clips or files beside them that cannot work; nothing is left then.

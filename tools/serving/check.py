@@ -18,7 +18,7 @@ from flow_grpo.maths.room import render_video, stack_rooms
 from flow_grpo.records import Condition
 from flow_grpo.rewards.remote import protocol
 from flow_grpo.rewards.remote.http_client import ask
-from flow_grpo.rewards.remote.reward import HEALTH_S, RemoteReward, RetryPolicy
+from flow_grpo.rewards.remote.reward import HEALTH_S, RemoteReward
 from tools.common import markdown_table
 
 SPEC = dataclasses.replace(FURNISHED, frames=13, height=240, width=416)
@@ -96,7 +96,7 @@ def check(url: str, timeout_s: float) -> int:
     names = json.loads(said)["rewards"]
     (model, version), health = protocol.read_health(said, names[0])
     asked = ["known-good", *(case for case in CASES if not not_asked(case, health.needs))]
-    judges = {name: RemoteReward(name, url, RetryPolicy(timeout_s=timeout_s, delays_s=())) for name in names}
+    judges = {name: RemoteReward(name, url, timeout_s, delays_s=()) for name in names}
     scores: dict[str, list[Tensor]] = {name: [] for name in names}  # a row per scene, as `asked`
     causes, seconds = {}, math.inf
     for number in range(SCENES):

@@ -39,13 +39,8 @@ class _RetryableError(Exception):
 def ask(url: str, timeout_s: float, body: bytes | None = None, delays_s: Sequence[float] = ()) -> bytes:
     """Return the content of a 200 reply to POST `body`, or to GET without one.
 
-    Connection errors, timeouts, 408, 429 and 5xx are retried; other statuses are final.
-
-    Args:
-        url: http://HOST:PORT/PATH or https://HOST:PORT/PATH.
-        timeout_s: longest wait of an attempt for the server to take or send anything, and for all that it sends.
-        body: content of a POST.
-        delays_s: seconds before each further attempt, at most 10.
+    Connection errors, timeouts, 408, 429 and 5xx are retried after `delays_s`; other statuses are final. `timeout_s` is
+    the longest wait of an attempt for the server to take or send anything, and for all that it sends.
 
     Raises:
         ServiceError: no usable reply.

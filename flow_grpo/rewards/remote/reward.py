@@ -7,7 +7,6 @@ is a collective call, so one rank may fail without the others.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import math
@@ -28,17 +27,8 @@ T = TypeVar("T")
 
 HEALTH_S = 10.0  # timeout of /health, which a server answers while it scores
 MARGIN = 2**20  # bytes of a request that are no pixels: the header and the poses of its samples
-
-
-@dataclasses.dataclass(frozen=True)
-class RetryPolicy:
-    """Timeouts and retries of a server."""
-
-    timeout_s: float = 120.0  # seconds of one attempt without a sign of the server; set it to twice the slowest request
-    delays_s: tuple[float, ...] = (0.5, 2.0)  # seconds before each further attempt
-    failures: int = 3  # failed calls in a row that open the circuit breaker
-    # seconds without calls while it is open: a dead server does not cost every batch its timeouts
-    cool_down_s: float = 60.0
+FAILURES = 3  # failed calls in a row that open the circuit breaker
+COOL_DOWN_S = 60.0  # without calls while it is open: a dead server does not cost every batch its timeouts
 
 
 class RemoteReward:
@@ -47,15 +37,16 @@ class RemoteReward:
     Args:
         name: name of the score on the server; the reward is called "remote:<name>".
         url: http://HOST:PORT, with or without a path prefix before /score and /health.
-        policy: timeouts and retries.
+        timeout_s: of one attempt without a sign of the server; set it to twice the slowest request.
+        delays_s: seconds before each further attempt.
     """
 
     floor = 0.0  # the server's unit is unknown: only `reward.flat_eps` decides
     measures: tuple[str, ...] = ()
 
-    def __init__(self, name: str, url: str, policy: RetryPolicy = RetryPolicy()) -> None:
+    def __init__(self, name: str, url: str, timeout_s: float = 120.0, delays_s: tuple[float, ...] = (0.5, 2.0)) -> None:
         self.name = f"remote:{name}"
-        self.policy = policy
+        self.timeout_s, self.delays_s = timeout_s, delays_s
         self.identity: tuple[str, str] | None = None  # model and version, from the first reply on
         self._score = name
         self._url = url.rstrip("/")
@@ -74,7 +65,7 @@ class RemoteReward:
         faulty = torch.tensor(inside)  # rows to send count as failed until there is a reply
         if left and (rest := self._open_until - time.monotonic()) > 0:
             for row in left:
-                causes[row] = f"{self.name} not asked: it failed {self.policy.failures} calls, next in {rest:.0f} s"
+                causes[row] = f"{self.name} not asked: it failed {FAILURES} calls, next in {rest:.0f} s"
         elif left:
             try:
                 for rows, result in self._results(videos, conditions, left):
@@ -89,9 +80,9 @@ class RemoteReward:
                 logger.warning("%s %s: %d samples have no value", self.name, error, len(left))
                 # The count survives the cool-down: a failure of the first call afterwards starts the next one.
                 self._failed_calls += 1
-                if self._failed_calls >= self.policy.failures:
-                    self._open_until = time.monotonic() + self.policy.cool_down_s
-                    logger.warning("%s gets no calls for %g s", self.name, self.policy.cool_down_s)
+                if self._failed_calls >= FAILURES:
+                    self._open_until = time.monotonic() + COOL_DOWN_S
+                    logger.warning("%s gets no calls for %g s", self.name, COOL_DOWN_S)
                 for row in left:
                     causes[row] = f"{self.name} {error}"
         valid = torch.tensor([not cause for cause in causes])
@@ -147,7 +138,7 @@ class RemoteReward:
             read = functools.partial(protocol.read_reply, name=self._score, conditions=asked)
             begin = time.monotonic()
             try:
-                result = self._ask("/score", self.policy.timeout_s, read, body)
+                result = self._ask("/score", self.timeout_s, read, body)
             except ServiceError:
                 self._failures += 1
                 raise
@@ -158,13 +149,13 @@ class RemoteReward:
     def _check_health(self) -> protocol.Health:
         if self._health is None:
             read = functools.partial(protocol.read_health, name=self._score)
-            self._health = self._ask("/health", min(HEALTH_S, self.policy.timeout_s), read)
+            self._health = self._ask("/health", min(HEALTH_S, self.timeout_s), read)
         return self._health
 
     def _ask(
         self, path: str, timeout_s: float, read: Callable[[bytes], tuple[tuple[str, str], T]], body: bytes | None = None
     ) -> T:
-        content = ask(f"{self._url}{path}", timeout_s, body, self.policy.delays_s)
+        content = ask(f"{self._url}{path}", timeout_s, body, self.delays_s)
         try:
             identity, answer = read(content)
         except Exception as error:

@@ -79,12 +79,8 @@ def closeness(commanded: Tensor, found: Tensor, lost: Tensor) -> tuple[Tensor, d
 
     value = -mean_i min(d_i, 2 m) / 1 m - mean_i min(theta_i, 45 deg) / 45 deg over frames i, with d_i the distance of
     camera centres and theta_i the rotation error; a lost frame scores both caps. With it `rot_err_deg` and
-    `trans_err_m`, uncapped means over all frames, and `located`, the share of frames that are not lost.
-
-    Args:
-        commanded: (B, T, 4, 4) poses.
-        found: (B, T, 4, 4) poses, of lost frames as well.
-        lost: (B, T) bool.
+    `trans_err_m`, uncapped means over all frames, and `located`, the share of frames that are not lost. Poses are
+    (B, T, 4, 4), those of lost frames (B, T) included.
     """
     turns, moves = rot_err(commanded, found), trans_err(commanded, found)
     degrees = turns.rad2deg().clamp(max=ROT_CAP_DEG).masked_fill(lost, ROT_CAP_DEG)
