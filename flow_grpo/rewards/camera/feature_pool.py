@@ -13,6 +13,7 @@ from flow_grpo.rewards.process_pool import CallPool, Outcome, ResultType
 from flow_grpo.runtime.lru import LruCache
 
 KEPT = 256  # pictures, at most 0.8 MB each
+MOST_SECONDS = 600.0  # for each stage of a batch: features, anchors, poses, displacements
 
 Views = tuple[Features, ...]
 
@@ -24,13 +25,13 @@ class FeaturePool:
         self.pool = pool
         self._kept: LruCache[bytes, Features] = LruCache(KEPT)
 
-    def __call__(self, videos: Sequence[NDArray[np.uint8]], seconds: float, what: str) -> list[Outcome[Views]]:
-        """Return the features of grey videos (F, h, w) frame by frame; `seconds` and `what` as for `CallPool.run`."""
+    def __call__(self, videos: Sequence[NDArray[np.uint8]], what: str) -> list[Outcome[Views]]:
+        """Return the features of grey videos (F, h, w) frame by frame; `what` names them in messages."""
         keys = [[_key(picture) for picture in video] for video in videos]
         pictures = dict(zip((key for row in keys for key in row), (p for video in videos for p in video), strict=True))
         found = {key: Outcome(self._kept[key]) for key in pictures if key in self._kept}
         missing = [key for key in pictures if key not in found]
-        made = self.pool.run(find_features, [(pictures[key],) for key in missing], seconds=seconds, what=what)
+        made = self.pool.run(find_features, [(pictures[key],) for key in missing], seconds=MOST_SECONDS, what=what)
         for key, outcome in zip(missing, made, strict=True):
             found[key] = outcome
             if outcome.value is not None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from flow_grpo.maths.poses import rot_err, trans_err
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.camera.anchors import PosedFrames
-from flow_grpo.rewards.camera.feature_pool import FeaturePool, Views, together
+from flow_grpo.rewards.camera.feature_pool import MOST_SECONDS, FeaturePool, Views, together
 from flow_grpo.rewards.camera.features import Floats
 from flow_grpo.rewards.camera.find_source import AnySource, find_source
 from flow_grpo.rewards.camera.fixed_source import FixedSource
@@ -43,7 +43,6 @@ LEAST_REACH_M = 0.3
 CAP_REACHES = 2.0
 LEAST_MOVE_M = 0.01  # of a command, to have a direction
 LEAST_LOCATED = 0.5  # share of the scored frames
-MOST_SECONDS = 600.0  # for each stage of a batch: anchors, poses, displacements
 MOST_WORKERS = 16
 SOURCES_KEPT, BATCHES_KEPT = 32, 2
 
@@ -163,7 +162,7 @@ class PoseMeasurer:
         outcomes = [Outcome[PoseErrors](None, outcome.fault, outcome.lacking) for outcome in found]
         sources = {row: outcome.value for row, outcome in enumerate(found) if outcome.value is not None}
         # Time limits of their own: slow anchors must not use up that of the poses.
-        views = self.features([pictures[row] for row in sources], MOST_SECONDS, "features")
+        views = self.features([pictures[row] for row in sources], "features")
         jobs = []
         for (row, source), seen in zip(sources.items(), views, strict=True):
             outcomes[row] = Outcome(None, seen.fault, seen.lacking)
@@ -203,7 +202,7 @@ class PoseMeasurer:
                 missing[key] = condition
         jobs = [_facts(condition) for condition in missing.values()]
         shown = [target for _, target, _, _ in jobs if target is not None]
-        views = self.features([target.pictures for target in shown], MOST_SECONDS, "true views")
+        views = self.features([target.pictures for target in shown], "true views")
         for target, seen in zip(shown, views, strict=True):
             target.features.update(enumerate(seen.value or ()))  # else the call for the anchors says what is wrong
         made = self.pool.run(find_source, jobs, seconds=MOST_SECONDS, what="anchors")

@@ -48,11 +48,7 @@ class Smooth(PathReward):
     measures = ("shake_deg", "shake_m", "valid_frames", "unregistered")
 
     def read(self, errors: PoseErrors) -> tuple[float, ...]:
-        """Return the reward's value, `shake_deg` and `shake_m`, as in the class's formula.
-
-        Raises:
-            ValueError: fewer than 3 frames have weight, too few for a change of speed.
-        """
+        """Return the value, `shake_deg` and `shake_m`; ValueError for fewer than 3 frames with weight."""
         scored = errors.weights > 0
         if scored.sum() < 3:
             raise ValueError(f"steadiness needs at least 3 frames that can be scored, got {int(scored.sum())}")

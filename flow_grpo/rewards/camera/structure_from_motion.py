@@ -52,11 +52,11 @@ def reconstruct(pictures: NDArray[np.uint8], focal_px: float) -> Estimate:
         for number, picture in enumerate(pictures):
             cv2.imwrite(str(images / f"{number:05d}.png"), picture)
         _match(images, database, pictures.shape[1:], focal_px)
-        model = _map(images, database, _mapper_options())
+        model = _map(images, database)
         points = model.num_points3D() if model else 0
         if points < LEAST_POINTS:
             # Without parallax the full mapper fails or keeps random points; rotations need no parallax.
-            model = _map(images, database, _mapper_options(rotations_only=True))
+            model = _map(images, database, rotations_only=True)
         if model is None:
             return nothing
         poses = nothing.poses.copy()
@@ -67,12 +67,6 @@ def reconstruct(pictures: NDArray[np.uint8], focal_px: float) -> Estimate:
             poses[int(image.name.removesuffix(".png"))] = pose
         parallax = largest_parallax(model, database, focal_px, pictures.shape[1:])
         return Estimate(poses, points, points < LEAST_POINTS, parallax)
-
-
-def _map(images: Path, database: Path, options: pycolmap.GlobalPipelineOptions) -> pycolmap.Reconstruction | None:
-    with tempfile.TemporaryDirectory() as folder:
-        models = pycolmap.global_mapping(database, images, folder, options)
-    return max(models.values(), key=lambda model: model.num_reg_images(), default=None)
 
 
 def _match(images: Path, database: Path, size: tuple[int, ...], focal_px: float) -> None:
@@ -100,7 +94,7 @@ def _match(images: Path, database: Path, size: tuple[int, ...], focal_px: float)
     )
 
 
-def _mapper_options(*, rotations_only: bool = False) -> pycolmap.GlobalPipelineOptions:
+def _map(images: Path, database: Path, *, rotations_only: bool = False) -> pycolmap.Reconstruction | None:
     # One thread, no GPU, a fixed seed and fixed intrinsics. After rotation averaging alone frames have no positions.
     options = pycolmap.GlobalPipelineOptions(num_threads=1, random_seed=SEED)
     mapper = options.mapper
@@ -114,7 +108,9 @@ def _mapper_options(*, rotations_only: bool = False) -> pycolmap.GlobalPipelineO
     adjustment.refine_focal_length = adjustment.refine_principal_point = adjustment.refine_extra_params = False
     adjustment.ceres.use_gpu = False
     adjustment.ceres.solver_options.num_threads = 1
-    return options
+    with tempfile.TemporaryDirectory() as folder:
+        models = pycolmap.global_mapping(database, images, folder, options)
+    return max(models.values(), key=lambda model: model.num_reg_images(), default=None)
 
 
 def largest_parallax(model: pycolmap.Reconstruction, database: Path, focal_px: float, size: tuple[int, ...]) -> float:

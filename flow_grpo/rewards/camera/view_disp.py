@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from flow_grpo.records import Condition, RewardResult
-from flow_grpo.rewards.camera.feature_pool import FeaturePool, Views, together
+from flow_grpo.rewards.camera.feature_pool import MOST_SECONDS, FeaturePool, Views, together
 from flow_grpo.rewards.camera.features import Floats, match
-from flow_grpo.rewards.camera.pose import MOST_SECONDS, shared_measurer
+from flow_grpo.rewards.camera.pose import shared_measurer
 from flow_grpo.rewards.frames import frame_numbers, frame_weights, grey_frames
 from flow_grpo.rewards.process_pool import Outcome
 from flow_grpo.rewards.results import from_outcomes, why_not_comparable
@@ -61,7 +61,7 @@ class ViewDisp:
     def prepare(self, conditions: Sequence[Condition]) -> None:
         """Find the features of true views."""
         shown = [one.target_video for one in conditions if one.target_video is not None]
-        self.features([grey_frames(view, frame_numbers(view.shape[1])) for view in shown], MOST_SECONDS, "true views")
+        self.features([grey_frames(view, frame_numbers(view.shape[1])) for view in shown], "true views")
 
     def __call__(self, videos: Tensor, conditions: Sequence[Condition]) -> RewardResult:
         """Score (B, 3, T, h, w) videos in [0, 1]; not valid where there is no target video of the same shape."""
@@ -72,7 +72,7 @@ class ViewDisp:
         shown = [conditions[row].target_video for row in rows]
         targets = [grey_frames(target, frames) for target in shown if target is not None]  # all: the causes say so
         pictures = [grey_frames(videos[row], frames) for row in rows]
-        found = self.features([*targets, *pictures], MOST_SECONDS, "features")
+        found = self.features([*targets, *pictures], "features")
         pairs: dict[int, tuple[Views, Views]] = {}
         for row, view, own in zip(rows, found[: len(rows)], found[len(rows) :], strict=True):
             both = together([own, view])
