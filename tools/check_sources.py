@@ -61,7 +61,8 @@ from flow_grpo.settings.loading import load_config
 from flow_grpo.settings.schema import Config
 from tools.footage.answers import Answer, examine
 from tools.footage.layout import one_width
-from tools.footage.show import page, table
+from tools.footage.show import ABOUT, table
+from tools.run_report.page import fill
 
 LEAST_USABLE = 0.5  # share of the items below which something common to all is suspected
 SHOWN = 5  # of the scenes without a usable item
@@ -114,7 +115,8 @@ def answer_clips(known: argparse.Namespace, config: Config) -> int:
         content = {"recipe": known.config, "size": size, "floors": rewards.floors, "clips": clips}
         write_atomically(known.json, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     if known.page:
-        write_atomically(known.page, page(answers, rewards.floors, known.config, size))
+        facts = {"floors": rewards.floors, "recipe": known.config, "size": size, "about": ABOUT}
+        write_atomically(known.page, fill("clips.html.j2", "", answers=answers, **facts))
     return int(any(one.cause for one in answers))
 
 

@@ -1,4 +1,4 @@
-"""Answers on clips as a table and as a page."""
+"""Answers on clips as a table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from tools.common import markdown_table
 from tools.footage.answers import Answer
-from tools.run_report.page import fill
 from tools.run_report.words import NOTHING, number
 
 ABOUT = (
@@ -31,8 +30,3 @@ def table(answers: Sequence[Answer], floors: Mapping[str, float]) -> list[str]:
             whose.setdefault(text, []).append(one.clip)
     below = [f"- {text} ({', '.join(clips)})" for text, clips in sorted(whose.items())]
     return [*markdown_table(["clip", "camera", *head], rows), "", *below]
-
-
-def page(answers: Sequence[Answer], floors: Mapping[str, float], recipe: str, size: Sequence[int]) -> str:
-    """Return a page with a picture of each clip, at a size (T, h, w), that needs no network."""
-    return fill("clips.html.j2", "", answers=answers, floors=floors, recipe=recipe, size=size, about=ABOUT)

@@ -40,8 +40,8 @@ class Adapter:
         ValueError: the weights, or the package, of which `code` may be a clone, are missing.
     """
 
-    module: str  # to import
-    install: str  # how to get it
+    module = "transformers"  # to import
+    install = "pip install transformers"  # how to get it
     weights: str  # what `--weights` must name
     files: tuple[str, ...] = ()  # that this folder must hold; none if it is a single file
     scores: tuple[str, ...]
@@ -138,8 +138,6 @@ class Hpsv3(Adapter):
 class ClipScore(Adapter):
     """Agreement with the prompt: cosine times the model's scale, the mean over some frames."""
 
-    module = "transformers"
-    install = "pip install transformers"
     weights = "a folder of openai/clip-vit-large-patch14 with weights, tokenizer and preprocessor_config.json"
     files = ("config.json", "preprocessor_config.json")
     scores: tuple[str, ...] = ("clip",)
@@ -204,8 +202,6 @@ def pose_scores(commanded: Tensor, estimated: Tensor) -> dict[str, float]:
 class LocalModel(Adapter):
     """A model of `transformers` in a local folder, in fp32; `Preprocessor` makes its input."""
 
-    module = "transformers"
-    install = "pip install transformers"
     files: tuple[str, ...] = ("config.json", "preprocessor_config.json")
     kinds: tuple[str, ...]  # `model_type` of its config.json
     pictures = True

@@ -28,11 +28,7 @@ RETRY_AFTER_S = 5
 class RewardServer:
     """A scoring service at an address; ValueError for one that other machines reach without a token.
 
-    Args:
-        address: host and port; port 0 takes a free one.
-        service: decodes and scores.
-        timeout_s: for a request to arrive, and to wait for its turn.
-        token: that requests must carry, or "".
+    Port 0 takes a free one. A request has `timeout_s` to arrive, and again to wait for its turn.
     """
 
     def __init__(

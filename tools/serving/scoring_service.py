@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flow_grpo import rewards
 from flow_grpo.records import Condition, RewardResult
-from flow_grpo.rewards.base import Reward, RewardSet
+from flow_grpo.rewards.base import SCENE_FILES, Reward, RewardSet
 from flow_grpo.rewards.remote import protocol
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.lru import LruCache
@@ -23,13 +23,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {  # companion videos of the rewards that
     "target_view": ("target",),
     "target_psnr": ("target",),
     "view_disp": ("target",),
-    "room_pose": (),
-    "room_tracks": (),
-    "room_rot": (),
-    "room_trans": (),
-    "room_content": (),
-    "sharpness": (),
-}
+} | dict.fromkeys((*SCENE_FILES, "sharpness"), ())
 # What a server may ask for -> the field of a condition that holds it.
 FIELDS = {"source": "source_video", "target": "target_video", "prompt": "prompt", "camera": "target_poses"}
 REPLIES_KEPT = 64  # for a client that timed out and asks again, or asks for another score of the same model

@@ -247,11 +247,7 @@ def encode_reply(
 
 
 def read_reply(body: bytes, name: str, conditions: Sequence[Condition]) -> tuple[tuple[str, str], RewardResult]:
-    """Return the server's identity and the score `name` of the samples asked for.
-
-    Raises:
-        ValueError: the reply is to other samples, to another number of them, or in another order.
-    """
+    """Return the server's identity and the score `name` of the samples asked for; ValueError for those of others."""
     meta, tensors = decode(body)
     if meta["samples"] != _rows(conditions):
         raise ValueError(f"reply is to other samples than were sent: {meta['samples']}")
