@@ -128,13 +128,6 @@ def test_poses_are_rigid_and_those_of_each_video_with_its_viewpoint_alone():
         estimate_poses(SHORT.videos[:2], viewpoints(SHORT))
 
 
-def test_the_residual_tells_a_located_frame_from_one_of_another_place():
-    located = locate(SHORT, like_a_codec(SHORT.videos)).residual
-    noise = torch.rand(SHORT.videos.shape, generator=torch.Generator().manual_seed(0))
-    assert located.max() < 0.06
-    assert locate(SHORT, noise).residual.min() > 0.2
-
-
 def test_the_reward_is_the_formula_of_its_errors_and_orders_speeds(tmp_path):
     chosen = conditions(SHORT, root=tmp_path)
     off = [dataclasses.replace(c, target_poses=preset_path("zoom_in", 3, translation_scale=-0.25)) for c in chosen]
@@ -158,6 +151,8 @@ def test_a_picture_of_nothing_gets_both_caps(tmp_path):
     noise = torch.rand(SHORT.videos.shape, generator=torch.Generator().manual_seed(0))
     for nothing in (noise, torch.full_like(SHORT.videos, 0.5), SHORT.videos * torch.nan):
         result = RoomPose(tmp_path)(nothing, chosen)
+        if nothing is noise:
+            assert result.info["residual"].min() > 0.2
         assert result.values.tolist() == pytest.approx([-3] * 4)
         assert result.info["located"].tolist() == [0] * 4
         assert result.info["trans_err_m"].isfinite().all()

@@ -96,15 +96,6 @@ def test_a_hosted_reward_gives_the_scores_of_the_local_one_bit_for_bit(name, tmp
     assert torch.equal(far.values, local.values)
 
 
-def test_a_function_of_one_s_own_is_served_under_its_name(tmp_path):
-    file = tmp_path / "my_rewards.py"
-    file.write_text("def warmth(videos, conditions):\n    return (videos[:, 0] - videos[:, 2]).mean(dim=(1, 2, 3))\n")
-    expected = build_reward(f"{file}:warmth", data_root=".")(TRUE, judged_conditions())
-    with serving(build(parse(["--reward", f"{file}:warmth", "--port", "0"]))) as server:
-        found = RemoteReward("warmth", server.url, LIMIT_S, ())(TRUE, judged_conditions())
-    assert found.valid.all() and torch.equal(found.values, expected.values)
-
-
 def test_a_function_of_one_s_own_that_exits_is_a_fault_and_the_server_stays(tmp_path):
     file = tmp_path / "my_rewards.py"
     file.write_text("import sys\ndef warmth(videos, conditions):\n    sys.exit(0)\n")
@@ -145,14 +136,6 @@ def test_any_content_type_is_read_and_health_may_be_asked_by_its_head(kind):
         assert post(server, request(), **{"Content-Type": kind}) == (200, "")
         said = httpx.head(f"{server.url}/health", trust_env=False)
         assert said.status_code == 200 and not said.content
-
-
-def test_what_the_reward_cannot_score_arrives_as_not_valid_with_its_cause():
-    asked = [dataclasses.replace(judged_conditions()[0], target_video=None), judged_conditions()[1]]
-    with serving(build(parse(["--reward", "target_view", "--port", "0"]))) as server:
-        far = RemoteReward("target_view", server.url, LIMIT_S, ())(VIDEOS, asked)
-    assert far.valid.tolist() == [False, True] and "has no true view" in far.causes[0]
-    assert not far.faulty.any()  # nothing failed: there is nothing to measure by
 
 
 class Unable(Fake):
