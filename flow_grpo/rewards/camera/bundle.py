@@ -33,15 +33,15 @@ class Matches:
     pixels: Floats  # (n, 2) x, y as OpenCV counts
 
 
-@dataclasses.dataclass
 class Normal:
-    """The normal equations of a step, of F poses (turn, move) and M points with k unknowns each."""
+    """The normal equations of a step, of F poses (turn, move) and M points with k unknowns each; zero at first."""
 
-    poses: Floats  # (F, 6, F, 6)
-    poses_slope: Floats  # (F, 6)
-    points: Floats  # (M, k, k)
-    points_slope: Floats  # (M, k)
-    shared: Floats  # (M, k, F, 6)
+    def __init__(self, frames: int, points: int, unknowns: int) -> None:
+        self.poses: Floats = np.zeros((frames, 6, frames, 6))
+        self.poses_slope: Floats = np.zeros((frames, 6))
+        self.points: Floats = np.zeros((points, unknowns, unknowns))
+        self.points_slope: Floats = np.zeros((points, unknowns))
+        self.shared: Floats = np.zeros((points, unknowns, frames, 6))
 
     def solve(self) -> tuple[Floats, Floats]:
         """Return the steps of the poses (F, 6) and of the points (M, k)."""
@@ -114,14 +114,8 @@ class Bundle:
         by_pose = np.concatenate([image @ crossed, -moving], 2)
         by_point = moving @ self.directions()[points]
 
-        count, many, unknowns = len(self.poses), len(self.places), by_point.shape[2]
-        normal = Normal(
-            np.zeros((count, 6, count, 6)),
-            np.zeros((count, 6)),
-            np.zeros((many, unknowns, unknowns)),
-            np.zeros((many, unknowns)),
-            np.zeros((many, unknowns, count, 6)),
-        )
+        count = len(self.poses)
+        normal = Normal(count, len(self.places), by_point.shape[2])
         blocks = np.zeros((count, 6, 6))
         np.add.at(blocks, frames, np.einsum("n,nki,nkj->nij", weight, by_pose, by_pose))
         normal.poses[range(count), :, range(count)] = blocks
