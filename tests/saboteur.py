@@ -1,6 +1,7 @@
-"""A rank of `train_grpo.py` with one fault: torchrun starts this file in its place, see `test_faults.py`.
+"""A rank of `train_grpo.py` with one fault: torchrun starts this file in its place, for `test_faults.py` and the soak.
 
-The environment variable FAULT names it, FAULTY_RANK the rank that has it. It occurs in the second epoch.
+The environment variable FAULT names it, FAULTY_RANK the rank that has it, and FAULTY_EPOCH the epoch in which it
+occurs, counted from 0: by default the second.
 """
 
 import errno
@@ -29,12 +30,12 @@ from flow_grpo.runtime.checkpoints import state_files
 from flow_grpo.reporting.metric_files import MetricFiles
 
 EPOCH = {"begun": -1}
-HERE = os.environ.get("RANK") == os.environ.get("FAULTY_RANK")
 
 
 def due() -> bool:
     """Return whether the fault occurs now, on this rank."""
-    return HERE and EPOCH["begun"] == 1
+    here = os.environ.get("RANK") == os.environ.get("FAULTY_RANK")
+    return here and EPOCH["begun"] == int(os.environ.get("FAULTY_EPOCH", "1"))
 
 
 def before(owner: Any, name: str, strike: Callable[[], None]) -> None:
@@ -59,9 +60,17 @@ def raising(error: Exception) -> Callable[[], None]:
 
 
 def broken_gradient() -> None:
-    """Make the gradient norm NaN in every step while the fault is due."""
+    """Make the gradients NaN before every optimizer step while the fault is due."""
     original = updater.take_step
-    updater.take_step = lambda *args: torch.tensor(torch.nan) if due() else original(*args)
+
+    def stepped(optimizer: torch.optim.Optimizer, *given: Any) -> torch.Tensor:
+        for group in optimizer.param_groups if due() else ():
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.fill_(torch.nan)
+        return original(optimizer, *given)
+
+    updater.take_step = stepped
 
 
 def slow_disk() -> None:
@@ -110,7 +119,9 @@ FAULTS: dict[str, Callable[[], object]] = {
     "hang": lambda: before(RewardSet, "__call__", lambda: time.sleep(3600)),
     "hang in update": lambda: before(objective, "grpo_loss", lambda: time.sleep(3600)),
     "die once": lambda: before(WanPolicy, "velocity", int if started_again() else die),
+    "reward": lambda: before(RewardSet, "call", raising(BROKEN)),
     "slow": lambda: before(RewardSet, "__call__", lambda: time.sleep(3)),
+    "very slow": lambda: before(RewardSet, "__call__", lambda: time.sleep(20)),
     "": lambda: None,
 }
 

@@ -22,14 +22,13 @@ FOR_USERS = [
     *("measure_signal", "plan", "precompute", "prepare_clips", "random_model", "report", "reward_server", "watch"),
 ]
 WITH_KNOBS = ["check_sources", "doctor", "evaluate", "finetune_recam", "measure_signal", "plan", "precompute", "report"]
-PROGRAM_OF_ANOTHER = "dev/soak_rank"  # torchrun starts it for tools/dev/soak.py
 
 
 def test_what_users_never_need_is_out_of_their_sight():
     assert [name for name in COMMANDS if not name.startswith("dev/")] == FOR_USERS
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != PROGRAM_OF_ANOTHER])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_has_an_example_in_its_help(name):
     module = importlib.import_module(f"tools.{name.replace('/', '.')}")
     assert f"python tools/{name}.py" in (module.__doc__ or "") or f" tools/{name}.py " in (module.__doc__ or "")

@@ -16,8 +16,9 @@ from flow_grpo.rewards.base import RewardSet
 from flow_grpo.rewards.sharpness import Sharpness
 from flow_grpo.run.command_line import read_command_line
 from flow_grpo.run.trainer import Trainer
+from tests import saboteur
 from tests.some import some
-from tools.dev import soak, soak_rank
+from tools.dev import soak
 
 EPOCHS = 4
 # Called with run folder, kind of damage, and "launcher" or a rank: a launcher starts two ranks and ends them when one
@@ -39,7 +40,7 @@ if role == "launcher":
 
 stopping = []
 signal.signal(signal.SIGTERM, lambda *_: stopping.append(True))
-launcher, plan = int(sys.argv[4]), json.loads(os.environ["FLOW_GRPO_SOAK"])
+launcher, plan = int(sys.argv[4]), [os.environ[f"FAULT{{end}}"] for end in ("", "Y_EPOCH", "Y_RANK")]
 loader = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()", "spawn_main"], stdin=subprocess.PIPE)
 if damage == "leftover":
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -66,7 +67,7 @@ rows = [{{"step": step, "loss": 1 / step, "time/epoch_s": 0.1}} for step in rang
 for number, step in enumerate(range(finished + 1, {EPOCHS} + 1)):
     for _ in range(25):
         wait()
-    if plan == {{"fault": "nan", "epoch": number, "rank": int(role)}}:
+    if plan == ["gradient", str(step - 1), role]:
         sys.exit(1)
     while damage == "held" and number == 1 and not stopping and not told("stop", 1 - int(role)).exists():
         wait()
@@ -179,7 +180,7 @@ def test_any_difference_but_in_times_is_named(tmp_path, file, content, found):
 def test_the_command_runs_the_faulty_rank_with_a_recipe_that_training_accepts(tmp_path):
     words = soak.Soak(options(tmp_path)).words("trouble_0")
     place = words.index("--config")
-    assert Path(words[place - 1]).samefile(soak_rank.__file__)
+    assert Path(words[place - 1]).samefile(saboteur.__file__)
     config, recipe = read_command_line(words[place:])
     assert (recipe, config.device) == (f"{soak.ROOT}/config/grpo.py:tiny_recam", "cpu")
     assert (config.resume, config.run_name) == ("auto", "trouble_0")
@@ -212,22 +213,27 @@ def test_the_exit_code_says_whether_anything_was_lost_or_nothing_tested(tmp_path
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-@pytest.mark.parametrize("fault", ["nan", "reward", "slow", "none"])
+@pytest.mark.parametrize("fault", [*soak.INSIDE, "none"])
 def test_a_fault_inside_a_rank_happens_in_its_epoch_and_on_its_rank_only(monkeypatch, fault, rank):
     naps: list[float] = []
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(soak_rank.time, "sleep", naps.append)
+    settings = {"RANK": rank, "FAULTY_RANK": "1", "FAULTY_EPOCH": "1", "FAULT": soak.INSIDE.get(fault, "")}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(saboteur, "launch", lambda main: None)
+    monkeypatch.setattr(saboteur.time, "sleep", naps.append)
     monkeypatch.setattr(Trainer, "train_epoch", lambda trainer, epoch: None)
     module, rewards = torch.nn.Linear(1, 1, bias=False), RewardSet([Sharpness()], {"sharpness": 1.0})
     monkeypatch.setattr(updater, "take_step", lambda _: bool(module.weight.grad.isnan().any()))
-    monkeypatch.setattr(RewardSet, "__call__", lambda rewards: isinstance(rewards.rewards[0], soak_rank.Broken))
+    monkeypatch.setattr(RewardSet, "call", RewardSet.call)  # put back at the end, as the next one
+    monkeypatch.setattr(RewardSet, "__call__", RewardSet.__call__)
     optimizer = torch.optim.SGD(module.parameters())
-    soak_rank.Saboteur(fault, epoch=1, rank=1).arm()
+    saboteur.main()
     seen = []
     for epoch in range(3):
         module.weight.grad = torch.zeros(1, 1)
-        Trainer.train_epoch(None, epoch)
-        seen.append({"nan": updater.take_step(optimizer), "reward": rewards(), "slow": bool(naps)})
+        Trainer.train_epoch(mock.MagicMock(), epoch)
+        broken = bool(rewards(torch.rand(1, 3, 5, 16, 16), [None])["sharpness"].faults.any())
+        seen.append({"nan": updater.take_step(optimizer), "reward": broken, "slow": bool(naps)})
         naps.clear()
     due = [rank == "1" and epoch == 1 for epoch in range(3)]
     assert seen == [{name: at and name == fault for name in ("nan", "reward", "slow")} for at in due]

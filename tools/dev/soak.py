@@ -11,7 +11,8 @@ left over, and no launch may exceed its time limit. The faults:
     kill_save   to a rank while a checkpoint is written
     launcher    SIGKILL to torchrun          worker      to a loader process of a rank
     term        SIGTERM to a rank: it finishes its epoch, saves and exits with code 0
-    nan, reward, slow   inside a rank, see `tools/dev/soak_rank.py`
+    nan         inside a rank, the gradient becomes NaN before the optimizer step
+    reward      every reward raises          slow        the rewards take 20 seconds
 
 OUT/soak.jsonl gets a line per launch, OUT/summary.json the summary. Exit code: 0, 1 when anything was lost, 2 for
 invalid options, or when the undisturbed run used up `--minutes` and nothing was tested.
@@ -45,7 +46,7 @@ from tools.dev.same_numbers import BARE, differing, metrics, tensors
 from tools.run_folder import read_run
 
 ROOT = Path(__file__).resolve().parents[2]
-INSIDE = ("nan", "reward", "slow")
+INSIDE = {"nan": "gradient", "reward": "reward", "slow": "very slow"}  # names in `tests/saboteur.py`
 OUTSIDE = ("kill", "kill_all", "kill_save", "launcher", "worker", "term")
 KNOBS = BARE | {
     "device": "cpu",  # accelerators sum in varying order: runs would not be equal bit for bit
@@ -122,21 +123,21 @@ class Soak:
         knobs = KNOBS | {"num_epochs": self.args.epochs, "run_name": name, "resume": "auto"}
         knobs |= {"output_root": self.args.out / "runs", "data.root": self.args.out / "world"}
         knobs |= {"model.path": ROOT / "assets" / "tiny_recam", "seed": self.args.seed}
-        program = [*launcher(self.args.ranks), str(ROOT / "tools" / "dev" / "soak_rank.py")]
+        program = [*launcher(self.args.ranks), str(ROOT / "tests" / "saboteur.py")]
         recipe = ["--config", f"{ROOT}/config/grpo.py:tiny_recam"]
         return [*program, *recipe, *(f"--config.{knob}={value}" for knob, value in knobs.items())]
 
     def start(self, name: str, fault: str) -> Started:
         """Launch or resume a run, inject the fault, and wait until all its processes have ended."""
-        left = self.args.epochs - self.saved(name)
+        saved = self.saved(name)
+        left = self.args.epochs - saved
         inside = fault in INSIDE and left > 0  # a run killed after its last epoch has none left to disturb
-        plan = {"fault": fault if inside else "none", "epoch": 0, "rank": self.draw.randrange(self.args.ranks)}
-        if inside:
-            plan["epoch"] = self.draw.randrange(min(left, 3))
-        started = Started(fault, float(plan["epoch"]))
+        rank, epoch = self.draw.randrange(self.args.ranks), self.draw.randrange(min(left, 3)) if inside else 0
+        started = Started(fault, float(epoch))
         if fault in OUTSIDE:
             started.at = round(self.draw.uniform(0.3 * self.startup_s, self.startup_s + min(left, 4) * self.epoch_s), 2)
-        environment = os.environ | {"FLOW_GRPO_SOAK": json.dumps(plan), "OMP_NUM_THREADS": "1"}
+        plan = {"FAULT": INSIDE[fault] if inside else "", "FAULTY_RANK": str(rank), "FAULTY_EPOCH": str(saved + epoch)}
+        environment = os.environ | plan | {"OMP_NUM_THREADS": "1"}
         begun = time.monotonic()
         with (self.args.out / f"{name}.log").open("ab") as output:
             launcher = subprocess.Popen(
