@@ -55,8 +55,8 @@ def main(argv: Sequence[str] | None = None, begun: float | None = None) -> int:
         try:
             trainer = assemble(config, spec, device, world, ledger)
             examine(trainer)
-            if world.heartbeat is not None:
-                world.heartbeat.way_on = f"; go on with {going_on(trainer.run_folder)}"
+            if world.all.heartbeat is not None:
+                world.all.heartbeat.way_on = f"; go on with {going_on(trainer.run_folder)}"
         except ValueError as error:
             return refuse(error, world)
         return trainer.run()

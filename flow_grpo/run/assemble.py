@@ -188,7 +188,7 @@ def distribute(config: Config, policy: Policy, train: Split, device: torch.devic
     def on_call() -> None:
         world.report_progress()  # for the watchdog, however large a batch is
         # FSDP gathers once more for the backward pass.
-        world.sent["weights"] += int(gathered * (2 if torch.is_grad_enabled() else 1))
+        world.all.sent["weights"] += int(gathered * (2 if torch.is_grad_enabled() else 1))
 
     on_every_call(policy.module, on_call)
     return RunState(

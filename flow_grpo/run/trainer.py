@@ -183,7 +183,7 @@ class Trainer:
             self.clock = Clock(self.device)
             self.metrics = {}
             self.forwards.mark()
-            self.world.sent.clear()
+            self.world.all.sent.clear()
             device_api.reset_peak_memory(self.device)
             yield epoch
             self.state.count_training()

@@ -56,10 +56,10 @@ def compare(world: World, kind: str, size: int, checkpointing: str) -> tuple[flo
         expected, expected_gradient = forward_and_backward(copy.deepcopy(model), given)
         shared, context = share_samples(world, size, CPU)
         share(model, context)
-        world.sent.clear()
+        world.all.sent.clear()
         set_checkpointing(model, checkpointing)
         output, gradient = forward_and_backward(model, given)
-    sent = world.sent["tokens"]
+    sent = world.all.sent["tokens"]
     assert (shared.data.rank, shared.data.size) == (world.data.rank // size, world.data.size // size)
     averaged = world.data.all_gather(gradient[None]).mean(dim=0)
     return distance(output, expected), distance(averaged, expected_gradient), sent

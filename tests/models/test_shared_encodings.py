@@ -32,14 +32,14 @@ def encoded(world: World, folder: str, *, share: bool) -> tuple[dict[str, torch.
     # Two groups that both ranks hold, in two sizes, and one that is a rank's own.
     conditions = [condition(0, slot=world.data.rank), condition(5 + world.data.rank)]
     larger = [condition(1, slot=world.data.rank, size=LARGE), condition(2, slot=world.data.rank, size=LARGE)]
-    sent = world.sent["rows"]
+    sent = world.all.sent["rows"]
     for _ in range(2):  # the second round lacks nothing
         if share:
             share_encodings(made, conditions + larger, world, "encoding")
         tensors = {
             f"{n} {k}": t for n, own in enumerate((conditions, larger)) for k, t in made.encode(own).tensors().items()
         }
-    return tensors, made.codec.encode.call_count, world.sent["rows"] - sent
+    return tensors, made.codec.encode.call_count, world.all.sent["rows"] - sent
 
 
 def _both(world: World, folder: str):

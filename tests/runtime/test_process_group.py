@@ -190,7 +190,7 @@ def test_an_error_is_published_while_the_peers_are_waited_for(error, peer_comes,
     world = World.of(Group(1, 2, object(), RecordingHeartbeat()))
     with pytest.raises((InputError, RankError), match=raised), world.sync_errors("update"):
         raise error
-    assert world.heartbeat.published == published
+    assert world.all.heartbeat.published == published
 
 
 def test_an_error_outside_collectives_is_published_unless_every_rank_has_it() -> None:
@@ -199,7 +199,7 @@ def test_an_error_outside_collectives_is_published_unless_every_rank_has_it() ->
         raise KeyError("x")
     with pytest.raises(RankError, match="rank 0 failed"), world.broadcast_failure():
         raise RankError("rank 0 failed in update: KeyError: 'y'")
-    assert world.heartbeat.published == ["fail: KeyError: 'x'"]
+    assert world.all.heartbeat.published == ["fail: KeyError: 'x'"]
     with pytest.raises(KeyError), World().broadcast_failure():
         raise KeyError("x")
 

@@ -165,7 +165,7 @@ class Updater:
                 self.on_pass()
         trained, ranks = sum(weight.numel() for weight in self.policy.trained_parameters()), self.world.all.size
         sent = gradient_bytes(self.config.train.sharding, trained, ranks, passes=len(replayed), steps=1)
-        self.world.sent["gradients"] += int(sent)
+        self.world.all.sent["gradients"] += int(sent)
         problem = self._not_finite(replayed, [own["ratio"] for own in stats.passes[mark:]])
         if not problem:
             train = self.config.train

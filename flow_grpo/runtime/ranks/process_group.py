@@ -137,23 +137,13 @@ class World:
         return cls(all=group, data=group)
 
     @property
-    def heartbeat(self) -> Heartbeat | None:
-        """The watchdog of this process, or None."""
-        return self.all.heartbeat
-
-    @property
-    def sent(self) -> Counter[str]:
-        """Kind -> bytes that this rank has sent to others."""
-        return self.all.sent
-
-    @property
     def is_main(self) -> bool:
         """Whether this is the run's rank 0, which prints, logs and publishes."""
         return self.all.rank == 0
 
     def sent_metrics(self) -> dict[str, float]:
         """`system/sent_<kind>_gib` of what ranks have sent, on average over ranks (collective call)."""
-        sent = self.all.all_gather_scalars({kind: self.sent[kind] for kind in SENT_KINDS})
+        sent = self.all.all_gather_scalars({kind: self.all.sent[kind] for kind in SENT_KINDS})
         return {f"system/sent_{kind}_gib": float(sent[kind].mean()) / 2**30 for kind in sent if sent[kind].any()}
 
     def dealt_rows(self, number: int, count: int) -> slice:
@@ -196,15 +186,15 @@ class World:
     def _announced(self, error: BaseException | None) -> Iterator[None]:
         # Peers blocked in another collective then exit instead of waiting. An InputError is not published: peers may
         # finish their work and save the run.
-        if self.heartbeat is None or error is None or isinstance(error, InputError):
+        if self.all.heartbeat is None or error is None or isinstance(error, InputError):
             yield
             return
-        self.heartbeat.announce(_in_words(error))
+        self.all.heartbeat.announce(_in_words(error))
         try:
             yield
         except RuntimeError:  # the peers have exited
-            raise RankError(_failure(self.all.rank, self.heartbeat.phase, _in_words(error))) from error
-        self.heartbeat.withdraw()
+            raise RankError(_failure(self.all.rank, self.all.heartbeat.phase, _in_words(error))) from error
+        self.all.heartbeat.withdraw()
 
     @contextlib.contextmanager
     def sync_errors(self, phase: str) -> Iterator[None]:
@@ -239,7 +229,7 @@ class World:
             except SystemExit as error:  # of code that the run calls: it would end with exit code 0 without a word
                 raise RuntimeError(_in_words(error)) from None
         except Exception as error:
-            heart = self.heartbeat
+            heart = self.all.heartbeat
             if heart is None:
                 raise
             if self.all.size == 1:
@@ -265,19 +255,19 @@ class World:
 
     def begin_phase(self, phase: str) -> None:
         """Set the phase that peers report if this rank fails, dies or hangs; counts as progress."""
-        if self.heartbeat is not None:
-            self.heartbeat.begin_phase(phase)
+        if self.all.heartbeat is not None:
+            self.all.heartbeat.begin_phase(phase)
 
     def report_progress(self) -> None:
         """Tell the watchdog that this rank is not hanging."""
-        if self.heartbeat is not None:
-            self.heartbeat.report_progress()
+        if self.all.heartbeat is not None:
+            self.all.heartbeat.report_progress()
 
     def calls_reward(self, name: str) -> None:
         """Tell the watchdog which reward this rank is in, "" for none: its code may hang. Counts as progress."""
-        if self.heartbeat is not None:
-            self.heartbeat.inside = f", inside reward {name}" if name else ""
-            self.heartbeat.report_progress()
+        if self.all.heartbeat is not None:
+            self.all.heartbeat.inside = f", inside reward {name}" if name else ""
+            self.all.heartbeat.report_progress()
 
     def mark_started(self) -> None:
         """Record in the launcher's store that start-up succeeded, so that `restarted` is True after a restart."""
@@ -354,8 +344,8 @@ def shut_down(world: World) -> None:
     if world.all.gloo is not None:
         with world.all.waiting_for_peers():
             dist.barrier(group=world.all.gloo)
-    if world.heartbeat is not None:
-        world.heartbeat.stop()
+    if world.all.heartbeat is not None:
+        world.all.heartbeat.stop()
     if world.all.gloo is not None:
         dist.destroy_process_group()
 
