@@ -35,22 +35,6 @@ def shifted(u: Tensor, shift: float) -> Tensor:
     return shift * u / (1 + (shift - 1) * u)
 
 
-def check_sde_steps(sde_steps: Sequence[int], num_steps: int) -> None:
-    """Raise for steps that cannot be stochastic.
-
-    Raises:
-        ValueError: empty, not strictly increasing, or outside 0..num_steps-2: in every variant the last step has
-            c < 0 or std 0.
-    """
-    steps = list(sde_steps)
-    if not steps or steps != sorted(set(steps)):
-        raise ValueError(f"sde_steps is {steps}, must be at least one step, each once, in increasing order")
-    if steps[0] < 0 or steps[-1] > num_steps - 2:
-        raise ValueError(
-            f"sde_steps is {steps}, must lie within 0..{num_steps - 2} of {num_steps}: the last step is always ODE"
-        )
-
-
 def windows(sde_steps: Sequence[int], window: int) -> list[tuple[int, ...]]:
     """Return the windows a sample's stochastic steps may form: disjoint blocks of `sde_steps`, so each step is in one.
 
@@ -126,15 +110,21 @@ def step_weights(
         max_step_std: bound of the step std.
 
     Raises:
-        ValueError: unknown kind of weight, a step that cannot be trained, or no noise.
+        ValueError: unknown kind of weight, no noise, or steps that are not strictly increasing within 0..S-2: in every
+            variant the last step has c < 0 or std 0.
     """
     if kind_of_weight not in STEP_WEIGHTS:
         raise ValueError(f"step weight is {kind_of_weight!r}, must be one of {', '.join(STEP_WEIGHTS)}")
     if kind == "ode" or noise_level == 0:
         raise ValueError(f"sde kind {kind!r} with noise_level {noise_level} adds no noise: no step can be trained")
-    num_steps = len(sigmas) - 1
-    check_sde_steps(sde_steps, num_steps)
-    steps = torch.tensor(list(sde_steps))
+    num_steps, listed = len(sigmas) - 1, list(sde_steps)
+    if not listed or listed != sorted(set(listed)):
+        raise ValueError(f"sde_steps is {listed}, must be at least one step, each once, in increasing order")
+    if listed[0] < 0 or listed[-1] > num_steps - 2:
+        raise ValueError(
+            f"sde_steps is {listed}, must lie within 0..{num_steps - 2} of {num_steps}: the last step is always ODE"
+        )
+    steps = torch.tensor(listed)
     before, after = sigmas[steps], sigmas[steps + 1]
     step = coefficients(
         before, after, kind=kind, noise_level=noise_level, sigma_cap=sigmas[1], max_step_std=max_step_std
