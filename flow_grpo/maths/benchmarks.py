@@ -93,13 +93,3 @@ def from_world_to_camera(matrices: Tensor) -> Tensor:
     poses.check_poses(found, "world-to-camera matrices")
     inverse: Tensor = torch.linalg.inv(found)
     return inverse
-
-
-def quaternion_matrix(quaternions: Tensor) -> Tensor:
-    """Return rotations (..., 3, 3) float64 of quaternions (..., 4), w x y z, of any length above 0."""
-    real, imaginary = quaternions.double()[..., :1], quaternions.double()[..., 1:]
-    # q and -q are one rotation; with w >= 0 the angle is at most 180 degrees.
-    real, imaginary = real.abs(), torch.where(real < 0, -imaginary, imaginary)
-    size = torch.linalg.vector_norm(imaginary, dim=-1, keepdim=True)
-    angle = 2 * torch.atan2(size, real)
-    return poses.rotation_matrix(angle * imaginary / size.clamp(min=torch.finfo(torch.float64).tiny))

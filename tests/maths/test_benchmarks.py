@@ -123,12 +123,3 @@ def test_a_world_to_camera_matrix_places_the_camera_where_its_own_origin_is():
     for bad, words in ((path, "must be"), (1.1 * matrices, "orthonormal")):
         with pytest.raises(ValueError, match=words):
             benchmarks.from_world_to_camera(bad)
-
-
-def test_a_quaternion_is_a_turn_by_twice_its_angle_whatever_its_length_and_sign():
-    half = math.radians(50) / 2
-    turn = torch.tensor([math.cos(half), 0, math.sin(half), 0], dtype=torch.float64)
-    expected = rotation_matrix(torch.tensor([0, 2 * half, 0], dtype=torch.float64))
-    found = benchmarks.quaternion_matrix(torch.stack([turn, -3 * turn]))
-    assert torch.allclose(found, expected.expand(2, 3, 3), atol=1e-12)
-    assert torch.equal(benchmarks.quaternion_matrix(torch.tensor([2.0, 0, 0, 0])), torch.eye(3, dtype=torch.float64))

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.spatial.transform import Rotation
 from torch import Tensor
 
 from flow_grpo.data.trajectories import SURE_TURN_DEG, resample
 from flow_grpo.data.video_io import read_video
-from flow_grpo.maths.benchmarks import from_world_to_camera, quaternion_matrix
+from flow_grpo.maths.benchmarks import from_world_to_camera
 from flow_grpo.maths.poses import check_poses, pose, rot_err
 from flow_grpo.runtime.json_files import read_json_object, read_text
 from tools.published.plan import CAMERAS, BenchmarkPlan, Item, item_name, write_path, write_source
@@ -92,7 +93,7 @@ def _through_keyframes(keyframes: Sequence[dict[str, Any]], frames: int) -> Tens
     turns = torch.tensor([by_time[time]["wxyz"] for time in times], dtype=torch.float64)
     if not torch.linalg.vector_norm(turns, dim=-1).min() > 0:
         raise ValueError("a keyframe's wxyz is no quaternion")
-    poses = pose(quaternion_matrix(turns), positions)
+    poses = pose(torch.from_numpy(Rotation.from_quat(turns.numpy(), scalar_first=True).as_matrix()), positions)
     check_poses(poses, "keyframes")
     if len(poses) == 1:
         return poses.repeat(frames, 1, 1)
