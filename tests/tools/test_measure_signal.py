@@ -37,4 +37,4 @@ def test_what_cannot_be_built_is_one_line_on_several_ranks_too(monkeypatch, caps
     monkeypatch.setattr(process_group, "shut_down", lambda _: None)
     assert measure_signal.main(command({})) == 2
     assert capsys.readouterr().err == "error: model.path 'nowhere' does not exist\n"
-    assert not watched.heartbeat.fail.called
+    assert not watched.all.heartbeat.fail.called
