@@ -231,5 +231,6 @@ def _placed(made: Source, pictures: PosedFrames, rows: Sequence[int], most: tupl
     features, frames = [pictures[row].features for row in rows], [pictures.frames[row] for row in rows]
     found = torch.from_numpy(locate_video(features, frames, made.views, made.camera))
     known = torch.from_numpy(pictures.poses[list(rows)])
-    right: NDArray[np.bool_] = (rot_err(known, found).rad2deg() <= most[0]).numpy()
-    return right & (trans_err(known, found) <= most[1]).numpy()
+    near = (rot_err(known, found).rad2deg() <= most[0]) & (trans_err(known, found) <= most[1])
+    right: NDArray[np.bool_] = near.numpy()
+    return right
