@@ -44,20 +44,11 @@ def step_transition(
         sampling: noise levels and SDE.
         velocity: (B, C, F, H, W), where it is known already.
     """
-    sigmas, sde = sampling.sigmas, sampling.sde
+    sigmas = sampling.sigmas
     sigma = sigmas[steps]
     if velocity is None:
         velocity = policy.velocity(latents, sigma.to(latents, non_blocking=True), conditioning)
-    return transition(
-        velocity,
-        latents,
-        sigma,
-        sigmas[steps + 1],
-        kind=sde.kind,
-        noise_level=sde.noise_level,
-        sigma_cap=float(sigmas[1]),
-        max_step_std=sde.max_step_std,
-    )
+    return transition(velocity, latents, sigma, sigmas[steps + 1], sigma_cap=float(sigmas[1]), **vars(sampling.sde))
 
 
 @torch.no_grad()

@@ -44,7 +44,6 @@ class Objective(Protocol):
 
     def passes(self, samples: Samples) -> int:
         """Return the number of passes over a micro-batch."""
-        ...
 
     def remember(self, take: Callable[[], Samples], *, as_rolled_out: bool) -> Any:
         """Return the old policy's values for a micro-batch; called before the epoch's first optimizer step.
@@ -53,15 +52,12 @@ class Objective(Protocol):
             take: returns the b samples on the device; calling it moves them there.
             as_rolled_out: every micro-batch of the epoch is exactly one batch of the rollout.
         """
-        ...
 
     def loss(self, micro: Samples, memory: Any, number: int) -> Loss:
         """Return the loss of pass `number` of a micro-batch, with gradient."""
-        ...
 
     def drift(self, micro: Samples, memory: Any) -> Tensor:
         """Return (b,) log-ratios of the first pass against `memory`, in nats per latent element."""
-        ...
 
 
 def build_objective(
@@ -106,14 +102,8 @@ class GrpoObjective:
         average: Callable[[], AbstractContextManager[None]],  # noqa: ARG003 - as every objective
     ) -> GrpoObjective:
         """Return the objective of a recipe, see `build_objective`."""
-        weights = step_weights(
-            "inverse_delta" if config.train.guard else config.train.step_weight,
-            sampling.sigmas,
-            config.sample.sde_steps,
-            kind=sampling.sde.kind,
-            noise_level=sampling.sde.noise_level,
-            max_step_std=sampling.sde.max_step_std,
-        )
+        kind = "inverse_delta" if config.train.guard else config.train.step_weight
+        weights = step_weights(kind, sampling.sigmas, config.sample.sde_steps, **vars(sampling.sde))
         return cls(policy, sampling, weights, config.train)
 
     def passes(self, samples: Samples) -> int:

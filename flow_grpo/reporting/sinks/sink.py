@@ -36,19 +36,15 @@ class Sink(Protocol):
 
     def scalars(self, metrics: Mapping[str, float], step: int) -> None:
         """Log numbers, NaN included, by `group/name`."""
-        ...
 
     def show(self, name: str, path: Path, caption: str, step: int) -> None:
         """Show a file: a video (.mp4) or a picture (.png)."""
-        ...
 
     def table(self, name: str, columns: list[str], rows: list[list[object]], step: int) -> None:
         """Show a table."""
-        ...
 
     def close(self) -> None:
         """Write or send what is left."""
-        ...
 
 
 def as_markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
