@@ -39,10 +39,10 @@ def test_a_break_is_planted_once_and_found_by_the_tests_near_it(tmp_path: Path) 
     assert found is not None and found[1] == SOURCE.replace(
         "max(\n            number - 1,\n            0,\n        )", form[2]
     )
-    record = breaks.try_break(tmp_path, [form], None)
+    record = breaks.try_break(tmp_path, [form])
     assert record["tests"] == ["tests/test_near.py"]
     assert (record["result"], record["by"]) == ("found", "tests/test_near.py::test_half")
     assert record["unsound"] == ["tests/test_near.py::test_flaky"], "it fails without the break, too"
     assert (tmp_path / "flow_grpo/group.py").read_text(encoding="utf-8") == SOURCE, "mended again"
     (tmp_path / "tests/test_near.py").write_text("from flow_grpo import group\ndef test_nothing(): pass\n")
-    assert breaks.try_break(tmp_path, [form], None)["result"] == "survived"
+    assert breaks.try_break(tmp_path, [form])["result"] == "survived"

@@ -24,7 +24,6 @@ import contextlib
 import functools
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -47,9 +46,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[2], help="checkout (default: this one)")
     parser.add_argument("--only", help="numbers of breaks, from 1, such as 3,17")
-    parser.add_argument("--tests", nargs="+", help="test files to run instead of those near each break")
     parser.add_argument("--json", type=Path, help="where the results are written, and read to go on")
-    parser.add_argument("--calm", type=float, default=math.inf, help="begin a break only while the load is below this")
     parser.add_argument("--check", action="store_true", help="only say which breaks must be carried over by hand")
     asked = parser.parse_args(words)
     breaks = dict(enumerate(json.loads(BREAKS.read_text(encoding="utf-8")), 1))
@@ -65,10 +62,7 @@ def main(words: Sequence[str] | None = None) -> int:
         for number in numbers:
             if known.get(str(number), {}).get("result") in ("found", "survived"):
                 continue
-            while os.getloadavg()[0] > asked.calm:
-                time.sleep(20)
-            record = try_break(tree, breaks[number], asked.tests)
-            known[str(number)] = record
+            known[str(number)] = record = try_break(tree, breaks[number])
             print(f"{record['result']:10s} {number:2d} {record['break'][0]}  {record.get('by', '')}", flush=True)
             if asked.json:
                 asked.json.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
@@ -116,13 +110,13 @@ def pattern(expression: str) -> re.Pattern[str]:
     return re.compile(rf"(?<!\w){text}" if words[0].isidentifier() else text)
 
 
-def try_break(tree: Path, forms: Sequence[Sequence[str]], tests: Sequence[str] | None) -> dict[str, Any]:
+def try_break(tree: Path, forms: Sequence[Sequence[str]]) -> dict[str, Any]:
     found = planted(tree, forms)
     if found is None:
         return {"result": "carry over", "break": forms[-1]}
     (path, broken, form), begun = found, time.monotonic()
     sound = path.read_text(encoding="utf-8")
-    chosen = list(tests or near(tree, path, form[0]))
+    chosen = near(tree, path, form[0])
     record: dict[str, Any] = {"result": "unclear", "break": form, "tests": chosen, "unsound": []}
     while chosen and len(record["unsound"]) <= MOST_UNSOUND:
         path.write_text(broken, encoding="utf-8")
