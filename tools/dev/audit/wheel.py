@@ -22,10 +22,6 @@ OPERATOR = re.compile(r"(?:- (?:func: )?|func: )([A-Za-z_][\w.]*)\s*(?:\(|$)")
 _DEPTH = 20  # limit on re-export chains
 
 
-class UnreadableWheelError(ValueError):
-    """Not a torch_npu wheel, or one without the expected contents."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Definition:
     """What a name in the wheel refers to."""
@@ -36,16 +32,16 @@ class Definition:
 
 
 class Wheel:
-    """A torch_npu wheel; raises UnreadableWheelError if the file is something else."""
+    """A torch_npu wheel; raises ValueError if the file is something else."""
 
     def __init__(self, path: Path) -> None:
         try:
             self._archive = zipfile.ZipFile(path)
         except (OSError, zipfile.BadZipFile) as error:
-            raise UnreadableWheelError(f"{path} cannot be opened as a wheel ({error}); download it again") from error
+            raise ValueError(f"{path} cannot be opened as a wheel ({error}); download it again") from error
         self._files = frozenset(self._archive.namelist())
         if f"{ROOT}/__init__.py" not in self._files:
-            raise UnreadableWheelError(f"{path} holds no package {ROOT}; pass a wheel of torch_npu")
+            raise ValueError(f"{path} holds no package {ROOT}; pass a wheel of torch_npu")
         self.name = path.name
 
     @functools.cached_property
@@ -54,7 +50,7 @@ class Wheel:
         lists = sorted(file for file in self._files if OPERATOR_LISTS.fullmatch(file))
         found = frozenset(name for file in lists for name in _supported(self._text(file)))
         if not found:
-            raise UnreadableWheelError(f"{self.name} lists no operators in torch_npu/csrc/aten; audit another version")
+            raise ValueError(f"{self.name} lists no operators in torch_npu/csrc/aten; audit another version")
         return found
 
     def mentions(self, text: str) -> bool:
