@@ -1,7 +1,7 @@
 """Does a reward of the camera beside a source that stays in place order the copies of a group by their true errors?
 
     python tools/dev/pose_study.py --size 240x416 --out benchmarks/fixed_source_240x416.jsonl
-    python tools/dev/pose_study.py --out benchmarks/fixed_source_240x416.jsonl --table
+    python tools/dev/pose_study.py --groups 0 --out benchmarks/fixed_source_240x416.jsonl     # print what it holds
 
 Rooms of three textures (`tests/textured_room.py`), a still and a panning source without poses, every preset, groups of
 eight videos whose cameras err: 0 to 3 degrees, 0.5 to 1.2 of the speed, up to 10 degrees of direction, where a preset
@@ -154,12 +154,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", type=image_size, default=(240, 416), help="rows x columns")
     parser.add_argument("--frames", type=int, default=21, help="of a video (%(default)s)")
     parser.add_argument("--groups", type=int, default=8, help="of each preset and source (%(default)s)")
-    parser.add_argument("--table", action="store_true", help="measure nothing, print what --out holds")
     args = parser.parse_args(words)
     rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     known = {(row["preset"], row["source"], row["group"]) for row in rows}
     for number, preset, kind in itertools.product(range(args.groups), PRESETS, SOURCES):
-        if not args.table and (preset, kind, number) not in known:
+        if (preset, kind, number) not in known:
             rows.append(measure(preset, kind, number, args.size, args.frames))
             with args.out.open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
