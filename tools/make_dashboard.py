@@ -19,8 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-if __package__ in (None, ""):  # started as a program
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
 from flow_grpo.reporting.metric_files import read_rows
 from flow_grpo.reporting.metric_names import SECTIONS, healthy_text, metric_of
