@@ -181,17 +181,13 @@ def _attentions(device: torch.device) -> Iterator[tuple[str, Context, Attention]
     """Yield (name, context, function of (B, S, heads, head width) queries, keys and values), the default first."""
     from diffusers.models.attention_dispatch import attention_backend, dispatch_attention_fn  # seconds, not for matmul
 
-    def dispatched(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        attended: Tensor = dispatch_attention_fn(query, key, value)
-        return attended
-
     def own(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
         return scaled_dot_product_attention(query, key, value).transpose(1, 2)
 
     backends, known = device_api.attention_backends(device), SDPBackend.__members__
     for backend in backends:
-        yield backend.strip("_"), functools.partial(attention_backend, backend), dispatched
+        yield backend.strip("_"), functools.partial(attention_backend, backend), dispatch_attention_fn
     for kernel in SDPA_KERNELS if device_api.chooses_sdpa_kernel(device) else ():
         name = kernel.removesuffix("_attention")
         # The list grows with torch; skip kernels already measured under diffusers' name.
