@@ -165,7 +165,6 @@ def test_what_no_time_is_left_for_is_marked_and_not_begun(monkeypatch) -> None:
     kept, queue = report(), list(device_report.jobs(["matmul", "attention"], [LONG])) * 2
     device_report.collect(kept, queue, runner, 302.0, lambda: None)
     assert begun == [("matmul", 151.0), ("attention_81x480x832", 120.0)]
-    assert "seconds" in kept["parts"]["attention_81x480x832"] or "error" in kept["parts"]["attention_81x480x832"]
     assert kept["parts"]["matmul"] == {"error": "skipped: no time left"}
 
 
