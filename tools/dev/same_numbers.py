@@ -133,6 +133,7 @@ def run(case: Case, tree: Path, results: Path, *, keep: bool, begun: Path | None
     words = [f"config/grpo.py:{case.recipe}", f"--config.output_root={folder}", "--config.run_name=run"]
     size = tuple(word for word in case.overrides.split() if word.startswith(("data.height", "data.width")))
     words += [f"--config.data.root={results / '_'.join(('data', *size))}"]
+    words += [] if case.model == "wan_t2v" else ["--config.data.tiny_world=tiny"]  # asked for beside another root
     words += ["--config.max_minutes=0.0", "--config.trackers=()"]
     words += [f"--config.{override}" for override in case.overrides.split()]
     if case.model:
