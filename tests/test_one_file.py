@@ -129,7 +129,7 @@ def test_it_takes_only_data_model_and_rewards_from_the_library():
     tree = ast.parse(Path(one_file.__file__).read_text(encoding="utf-8"))
     modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
     rooms = {module.split(".")[1] for module in modules if module.startswith("flow_grpo.")}
-    assert rooms == {"data", "models", "rewards", "records"}
+    assert rooms == {"data", "models", "rewards", "records", "settings"}
 
 
 @pytest.fixture(scope="module")

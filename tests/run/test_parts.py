@@ -103,7 +103,7 @@ def test_servers_and_their_timeouts_reach_the_rewards(world):
     changes = "--config.reward.weights.remote:judge=1", "--config.reward.remote_timeout=7"
     config = settings(world, address, *changes)
     rewards = {reward.name: reward for reward in build.build_rewards(config, config.reward.weights, World()).rewards}
-    assert rewards["remote:judge"].policy.timeout_s == 7
+    assert rewards["remote:judge"].timeout_s == 7
 
 
 def test_the_sampler_knows_ranks_and_recipe(world):

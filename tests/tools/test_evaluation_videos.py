@@ -13,6 +13,7 @@ from flow_grpo.judging.evaluate import held_out_indices
 from flow_grpo.maths.keys import key
 from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.networks.transformers import load_transformer
+from flow_grpo.records import Guidance
 from flow_grpo.run import starts
 from flow_grpo.settings.loading import load_config
 from tests.command import command
@@ -87,10 +88,10 @@ def test_a_run_s_conditions_are_generated_before_and_after_training(world, tmp_p
 
 
 def test_videos_are_sampled_with_the_evaluation_s_guidance(world, tmp_path, monkeypatch):
-    asked, made = {}, videos.adapted_policy
-    monkeypatch.setattr(videos, "adapted_policy", lambda *given, **more: (asked.update(more), made(*given, **more))[1])
+    asked, made = [], videos.adapted_policy
+    monkeypatch.setattr(videos, "adapted_policy", lambda *given: (asked.extend(given), made(*given))[1])
     assert evaluate.main(words(world, tmp_path, eval__guidance_scale=3, eval__negative_prompt="dark")) == 0
-    assert (asked["guidance_scale"], asked["negative_prompt"]) == (3.0, "dark")
+    assert Guidance(3.0, "dark") in asked
 
 
 def test_a_second_call_generates_missing_videos_and_none_among_other_ones(world, tmp_path, monkeypatch, capsys):
