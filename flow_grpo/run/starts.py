@@ -258,7 +258,13 @@ def _recipe_alone(spec: str, config: Config) -> Config:
 
 def _latest(run_folder: Path) -> dict[str, Any] | None:
     files = _start_files(run_folder)
-    return read_json_object(files[-1], "remove it") if files else None
+    if not files:
+        return None
+    found = read_json_object(files[-1], "remove it")
+    known = isinstance(found.get("config"), dict) and isinstance(found.get("go_on"), str)
+    if not known or not isinstance(found.get("identity", {}), dict):
+        raise ValueError(f"{files[-1]} is no record of a start: config, go_on or identity is missing; remove it")
+    return found
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any], title: str) -> list[str]:

@@ -194,6 +194,15 @@ def test_a_start_takes_the_place_of_no_other_where_a_damaged_record_was_removed(
     assert found == {"002.json": 10, "003.json": 20, "004.json": 30}
 
 
+@pytest.mark.parametrize("spoiled", [{"config": None}, {"go_on": 3}, {"identity": "x"}])
+def test_a_record_that_lacks_what_is_read_is_refused_by_its_name(tmp_path, spoiled):
+    run = started(tmp_path, "seed=7")
+    file = run / "starts/001.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | spoiled))
+    with pytest.raises(ValueError, match=r"001\.json is no record of a start: .* remove it"):
+        starts.other_parts(run, {})
+
+
 def test_a_start_says_which_reward_another_model_computes_now(tmp_path):
     def record(**served: str) -> list[str]:
         start = {"checkpoint": None, "epoch": 0, "ranks": 1, "device": "cpu", "served": served}
