@@ -50,7 +50,7 @@ def read_lora(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     stored = _renamed(found, path)
     camera = read_tensors(camera_file)[0] if camera_file.is_file() else {}
     if (count := header.get(CAMERA_COUNT, str(len(camera)))) != str(len(camera)):
-        raise ValueError(f"adapter {path} lacks {CAMERA_FILE} with {count} tensors; copy the whole folder")
+        raise ValueError(f"adapter {path} lacks {CAMERA_FILE} with {count!r:.40} tensors; copy the whole folder")
     stored |= camera
     if not stored:
         raise ValueError(f"adapter {path} holds no tensor, it would change nothing; save or copy it again")
@@ -73,7 +73,7 @@ def _renamed(stored: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
         try:
             names = WanLoraLoaderMixin.lora_state_dict(names)
         except (ValueError, KeyError, AttributeError, IndexError) as error:
-            text = f"adapter {path} has names such as {next(iter(stored))}, which diffusers cannot read as Wan's"
+            text = f"adapter {path} has names such as {next(iter(stored))!r:.99}, which diffusers cannot read as Wan's"
             raise ValueError(f"{text} ({type(error).__name__}: {error}); save it with those of diffusers") from error
     return {name.removeprefix(PREFIX): tensor for name, tensor in names.items()}
 
