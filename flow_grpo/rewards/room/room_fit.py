@@ -155,10 +155,11 @@ def draw(view: View, poses: Tensor, supersample: int = 0) -> tuple[Tensor, Tenso
 
     With `supersample` the rays lie on a square grid, as in the films; without it they are a fit's.
     """
-    square = pixel_rays(view.viewpoints.intrinsics, *view.size, supersample or view.supersample)
+    count = supersample or view.supersample
+    square = pixel_rays(view.viewpoints.intrinsics, *view.size, count)
     colours, depth = render(view.viewpoints.rooms, poses, square if supersample else _apart(square, view))
     pixels = "(y i x j) -> ... y x"
-    sizes = dict.fromkeys("ij", supersample or view.supersample) | {"y": view.size[0]}
+    sizes = {"y": view.size[0], "i": count, "j": count}
     return reduce(colours, f"... {pixels}", "mean", **sizes), reduce(1 / depth, f"... {pixels}", "mean", **sizes)
 
 
