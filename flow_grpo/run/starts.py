@@ -129,7 +129,7 @@ def record(run_folder: Path, config: Config, spec: str, checkpoint: Path | None,
     before: dict[str, str] = {}
     files = _start_files(run_folder)
     for file in files:
-        before = read_json_object(file, "remove it").get("served", {}) | before
+        before = _read(file).get("served", {}) | before
     number = int(files[-1].stem) + 1 if files else 1  # not their count: a damaged one may have been removed
     write_atomically(folder / f"{number:03d}.json", json.dumps(start, indent=1))
     return [
@@ -149,8 +149,7 @@ def begin(run_folder: Path) -> None:
 def end(run_folder: Path, why: str) -> None:
     """Write into the record of the latest start why it ended, if there is one. For one process only."""
     if files := _start_files(run_folder):
-        record = read_json_object(files[-1], "remove it") | {"ended_by": why}
-        write_atomically(files[-1], json.dumps(record, indent=1))
+        write_atomically(files[-1], json.dumps(_read(files[-1]) | {"ended_by": why}, indent=1))
 
 
 def configuration_of(run_folder: Path, overrides: Sequence[str] = ()) -> Config:
@@ -258,12 +257,15 @@ def _recipe_alone(spec: str, config: Config) -> Config:
 
 def _latest(run_folder: Path) -> dict[str, Any] | None:
     files = _start_files(run_folder)
-    if not files:
-        return None
-    found = read_json_object(files[-1], "remove it")
+    return _read(files[-1]) if files else None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return the record of a start; `identity` and `served` may be missing."""
+    found = read_json_object(file, "remove it")
     known = isinstance(found.get("config"), dict) and isinstance(found.get("go_on"), str)
-    if not known or not isinstance(found.get("identity", {}), dict):
-        raise ValueError(f"{files[-1]} is no record of a start: config, go_on or identity is missing; remove it")
+    if not known or not all(isinstance(found.get(key, {}), dict) for key in ("identity", "served")):
+        raise ValueError(f"{file} is no record of a start: config, go_on, identity or served is missing; remove it")
     return found
 
 

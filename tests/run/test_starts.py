@@ -194,7 +194,7 @@ def test_a_start_takes_the_place_of_no_other_where_a_damaged_record_was_removed(
     assert found == {"002.json": 10, "003.json": 20, "004.json": 30}
 
 
-@pytest.mark.parametrize("spoiled", [{"config": None}, {"go_on": 3}, {"identity": "x"}])
+@pytest.mark.parametrize("spoiled", [{"config": None}, {"go_on": 3}, {"identity": "x"}, {"served": "x"}])
 def test_a_record_that_lacks_what_is_read_is_refused_by_its_name(tmp_path, spoiled):
     run = started(tmp_path, "seed=7")
     file = run / "starts/001.json"
