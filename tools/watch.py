@@ -92,12 +92,11 @@ class Snapshot(Run):
         return statistics.median(lengths[-RECENT:]) + outside / len(lengths) if lengths else math.nan
 
     @property
-    def left_s(self) -> float:
-        """Seconds until the last epoch is finished or `max_minutes` are used up; NaN before the first."""
+    def time_left(self) -> str:
+        """How long the run takes until its last epoch is finished or `max_minutes` are used up, in words."""
         left = self.epoch_s * (self.knob("num_epochs", 0) - self.finished)
-        limit = 60 * float(self.knob("max_minutes", 0)) or math.inf
-        spent = self.epoch_s * len(self.epochs)
-        return max(0.0, min(left, limit - spent) - self.quiet_s)
+        of_limit = (60 * float(self.knob("max_minutes", 0)) or math.inf) - self.epoch_s * len(self.epochs)
+        return f"ETA {span(max(0.0, min(left, of_limit) - self.quiet_s))}" + " by max_minutes" * (of_limit < left)
 
     @property
     def state(self) -> str:
@@ -215,7 +214,7 @@ def state(run: Snapshot) -> Text:
     verdict = run.summary.verdict.in_words if run.summary and run.summary.verdict else "no verdict on record"
     message = {
         "running": f"running{who}; last record {quiet}",
-        "starting": f"starting{who}; no metrics yet, begun {quiet}",
+        "starting": f"starting{who}, begun {quiet}: it loads, or evaluates the start; no metrics yet",
         "quiet": f"running{who}, but its last record was {quiet}: it may hang",
         "ended": f"{run.ended or 'ended'}: verdict {verdict}",
         "left": f"{run.ended}, without a verdict; last record {quiet}",
@@ -235,7 +234,7 @@ def progress(run: Snapshot, plain: bool) -> Iterator[RenderableType]:
         line = Table.grid(padding=(0, 2))
         bar = ProgressBar(total=num_epochs, completed=run.finished, width=BAR)
         speed = "" if math.isnan(run.epoch_s) else f"{run.epoch_s:.3g} s an epoch"
-        left = f"ETA {span(run.left_s)}" if run.state == "running" and speed else ""
+        left = run.time_left if run.state == "running" and speed else ""
         shown: RenderableType = bar
         if plain:
             done = min(BAR, BAR * run.finished // num_epochs)

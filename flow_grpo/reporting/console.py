@@ -99,12 +99,13 @@ class Progress:
         self._finished += 1
         spent = time.monotonic() - self._begin
         all_epochs = spent / (self._finished - self._finished_before) * (self._num_epochs - self._finished)
-        left = datetime.timedelta(seconds=round(max(0.0, min(all_epochs, self._seconds - spent))))
-        self._bars.update(self._epochs, completed=self._finished, note=f"ETA {left}")
+        seconds = datetime.timedelta(seconds=round(max(0.0, min(all_epochs, self._seconds - spent))))
+        left = f"ETA {seconds}" + " by max_minutes" * (self._seconds - spent < all_epochs)
+        self._bars.update(self._epochs, completed=self._finished, note=left)
         width = len(str(self._num_epochs))
         parts = [f"epoch {self._finished:>{width}}/{self._num_epochs}", *_rewards(metrics)]
         parts += [f"{name} {metrics[name]:<7.4g}" for name in HEADLINE if name in metrics]
-        parts += [f"{time.monotonic() - self._epoch_begin:.1f} s", f"ETA {left}"]
+        parts += [f"{time.monotonic() - self._epoch_begin:.1f} s", left]
         self.say("  ".join(parts))
 
     def say(self, text: str) -> None:

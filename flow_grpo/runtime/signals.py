@@ -44,7 +44,10 @@ class EndRequest:
                 os.kill(os.getpid(), number)
             return
         self.signal, self._received_at = signal.Signals(number).name, time.monotonic()
-        once_more = f"after {REPEAT_S:.0f} s once more ends it at once"
-        text = f"{self.signal}: the run ends after this epoch or evaluation, saved; {once_more}\n"
+        text = f"{self.signal}: the run ends after this epoch or evaluation, saved; after {REPEAT_S:.0f} s once more "
+        text += "ends it at once"
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            patience = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+            text += f"; torchrun, if it was signalled, kills it after {patience} s"
         with contextlib.suppress(OSError):  # stderr may be closed
-            os.write(2, text.encode())  # not print: the handler may have interrupted one
+            os.write(2, f"{text}\n".encode())  # not print: the handler may have interrupted one

@@ -11,6 +11,7 @@ from flow_grpo.data.splits import multicam_data
 from flow_grpo.maths.poses import preset_path
 from flow_grpo.rewards.camera.anchors import Source
 from flow_grpo.rewards.camera.pnp import MappedView, camera_matrix
+from flow_grpo.rewards.frames import grey_frames
 from flow_grpo.runtime.video_file import write_video
 from flow_grpo.settings.loading import load_config
 from tests.command import command
@@ -18,6 +19,7 @@ from tests.refusals import refusal
 from tests.textured_room import SMALL, condition, film, shoot, source_path, standing
 from tools import check_sources
 from tools.footage.answers import Answer, measurable
+from tools.footage.focal_length import focal_length
 
 FRAMES = 5
 KNOBS = {"data.num_frames": FRAMES, "data.height": SMALL[0], "data.width": SMALL[1]}
@@ -99,6 +101,25 @@ def test_a_preset_that_turns_away_from_all_points_is_not_measurable(aside, kept,
     found = measurable(source, asked)
     assert kept in found and lost not in found and "zoom_in" in found
     assert "zoom_in" not in measurable(dataclasses.replace(source, metric=True), asked)  # beside them in the end
+
+
+def test_a_turn_tells_the_focal_length_in_pixels_of_the_file_and_nothing_else_does(tmp_path):
+    for name in ("pan_right", "arc_right"):
+        write_video(tmp_path / f"{name}.mp4", film(name, frames=9), 24)
+    small = {"data.num_frames": 9, "data.height": 144, "data.width": 208}  # a part of the picture, smaller
+    asked = command(small, "--workers", "0", "--json", str(tmp_path / "answers.json"), recipe="my_recam_8npu_footage")
+    assert check_sources.main([str(tmp_path), *asked]) == 0
+    found = clips_of(tmp_path)
+    assert found["pan_right"]["focal_px"] == pytest.approx(420.2, rel=0.01)
+    assert found["pan_right"]["advice"][0].startswith(f"--focal-px {found['pan_right']['focal_px']} is what")
+    assert found["arc_right"]["focal_px"] is None and "pictures do not tell" in found["arc_right"]["advice"][0]
+
+
+@pytest.mark.parametrize(("path", "told"), [("pan_left", True), ("tilt_down", True), ("zoom_in", False), ("", False)])
+def test_a_focal_length_is_told_to_half_a_percent_or_not_at_all(path, told):
+    video = film(path, frames=5, speed=0.5) if path else shoot(standing(5), SMALL)
+    found = focal_length(grey_frames(video, range(5)))
+    assert found == (pytest.approx(420.2, rel=0.005) if told else None)
 
 
 def test_a_cause_that_nobody_foresaw_is_its_own_advice():

@@ -24,16 +24,18 @@ from flow_grpo.rewards.base import RewardSet, build_reward_set
 from flow_grpo.rewards.camera.find_source import AnySource
 from flow_grpo.rewards.camera.fixed_source import FEWEST_FEATURES, FixedSource
 from flow_grpo.rewards.camera.pose import LEAST_LOCATED, PathReward, shared_measurer
-from flow_grpo.rewards.frames import frame_numbers
+from flow_grpo.rewards.frames import frame_numbers, grey_frames
 from flow_grpo.runtime.video_file import write_video
 from flow_grpo.settings.schema import Config
+from tools.footage.focal_length import focal_length
 from tools.footage.layout import lay_out
 from tools.run_report.words import NOTHING, number
 
 UNITS = {"_deg": "°", "_m": " m", "_px": " px"}  # endings of the measurements that have one
 # What a cause says -> what helps; the first that is found.
 HELP = {
-    "no known focal length": "give its focal length: --focal-px, or a pose file beside it that holds one",
+    "no known focal length": "give its focal length, which its pictures do not tell: --focal-px, or a pose file beside "
+    "it that holds one",
     "no texture": "exclude it: its pictures show too little texture",
     "with the first frame and": "exclude it, or keep a part without cuts, blur and what passes before the camera",
     "its camera moves|of 0.2 degrees": "look at its focal length (--focal-px counts pixels of the file), then put "
@@ -64,6 +66,7 @@ class Answer:
     cause: str = ""  # why it cannot be used at all, or ""
     picture: str = ""  # what the file holds
     camera: str = ""  # what locates cameras on it, "" for nothing
+    focal_px: int | None = None  # in pixels of the file, as its camera's turn says; where it is known, None
     scores: dict[str, Score] = dataclasses.field(default_factory=dict)
     presets: tuple[str, ...] = ()  # along which cameras can be measured
     thumbnail: str = ""  # JPEG of its middle frame as the model sees it, in base64
@@ -83,6 +86,11 @@ class Answer:
 
     def advice(self) -> list[str]:
         """Return what would help, each sentence once; a cause that no row of `HELP` knows says it itself."""
+        if self.focal_px:
+            text = (
+                f"--focal-px {self.focal_px} is what its camera's turn tells, if the lens keeps straight lines straight"
+            )
+            return [text]
         known = [[text for part, text in HELP.items() if re.search(part, cause)] or [cause] for cause in self.causes()]
         return list(dict.fromkeys(texts[0] for texts in known))
 
@@ -106,10 +114,14 @@ def examine(config: Config, item: Path | int, options: argparse.Namespace) -> An
             return Answer(name, str(error))
         server = {"servers": config.reward.remote, "timeout_s": config.reward.remote_timeout}
         rewards = build_reward_set(config.reward.weights, data_root=data.root, **server)
-        ratio = shape[0] * condition.size[2] / shape[1] / condition.size[1]
-        kept = f"{min(ratio, 1 / ratio):.0%} of the picture kept"
+        high, wide = (of / to for of, to in zip(shape, condition.size[1:], strict=True))
+        kept = f"{min(high / wide, wide / high):.0%} of the picture kept"
         picture = f"{frames} frames of {shape[0]}x{shape[1]}, {condition.fps:g} fps, {kept}"
-        return _measured(Answer(name, "", picture, thumbnail=_thumbnail(condition)), condition, rewards)
+        answer = Answer(name, "", picture, thumbnail=_thumbnail(condition))
+        if condition.intrinsics is None:
+            seen = focal_length(grey_frames(condition.need_source(), range(condition.size[0])))
+            answer = dataclasses.replace(answer, focal_px=seen and round(seen * min(wide, high)))
+        return _measured(answer, condition, rewards)
 
 
 def _measured(answer: Answer, condition: Condition, rewards: RewardSet) -> Answer:

@@ -119,7 +119,7 @@ def _turns(
             if len(mine) < FEWEST_FEATURES:
                 continue
             own, placed = rays[row][mine], _rays(there, camera) @ found[other][0].T
-            tried = [last, _turn(own, placed, last, pixel)] if known is None else [known[row]]
+            tried = [last, find_turn(own, placed, last, pixel)] if known is None else [known[row]]
             best = max((_explained(own, placed, turn, pixel) for turn in tried), key=lambda one: one[1] * one[2])
             break
         found.append(best)
@@ -133,10 +133,15 @@ def _explained(own: Floats, placed: Floats, turn: Floats, pixel: float) -> tuple
     return turn, float(near.mean()), float((apart[near] < NEAR_PIXELS / 3).mean()) if near.any() else 0.0
 
 
-def _turn(own: Floats, placed: Floats, start: Floats, pixel: float) -> Floats:
-    """Return the rotation (3, 3) that takes most of the unit vectors `own` (N, 3) to `placed`, near `start`."""
+def find_turn(
+    own: Floats, placed: Floats, start: Floats, pixel: float, scales: Sequence[float] = TURN_SCALES
+) -> Floats:
+    """Return the rotation (3, 3) that takes most of the unit vectors `own` (N, 3) to `placed`, near `start`.
+
+    `pixel` is the angle of a pixel in a picture 416 wide, `scales` are in such pixels, falling.
+    """
     turn = start
-    for scale in TURN_SCALES:
+    for scale in scales:
         for _ in range(5):
             apart = np.linalg.norm(own @ turn.T - placed, axis=1) / (3 * scale * pixel)
             turn = Rotation.align_vectors(placed, own, weights=1 / (1 + apart**2) ** 2)[0].as_matrix()
