@@ -192,21 +192,24 @@ def tasks_of(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[list[E
 
     if args.run:
         config = configuration_of(args.run, overrides)
-        if config.data.height < LEAST_ROWS:
-            raise ValueError(
-                f"the videos of --run {args.run} are {config.data.height} rows high, must be at least {LEAST_ROWS} for "
-                "structure from motion: a run as small is judged by its own estimator (eval.gold), whose result is in "
-                "its summary.json; the last lines of its output have the command that measures it again"
-            )
+    elif args.checkpoint:
+        config = checkpoint_configuration(args.checkpoint, overrides)
+    else:
+        config = load_config(args.config, overrides)
+    if config.data.height < LEAST_ROWS:
+        raise ValueError(
+            f"config.data.height: the videos are {config.data.height} rows high, must be at least {LEAST_ROWS} for "
+            "structure from motion: a run as small is judged by its own estimator (eval.gold), whose result is in its "
+            "summary.json; the last lines of its output have the command that measures it again"
+        )
+    if args.run:
         made = [make_videos(config, args.run / "adapter", args.out, args.focal_px, args.run)]
         start = Path(config.model.adapter) if config.model.adapter else None
         made += [make_videos(config, start, args.out / "before", args.focal_px, args.run)] if args.before else []
         after, *before = (find_tasks(*places, args.focal_px) for places in made)
         return after, before[0] if before and not args.baseline else []
     if not args.checkpoint:
-        config = load_config(args.config, overrides)
         return find_tasks(*make_videos(config, args.adapter, args.out, args.focal_px), args.focal_px), []
-    config = checkpoint_configuration(args.checkpoint, overrides)
     with tempfile.TemporaryDirectory() as place:  # not in --out, which may still be rejected for holding other videos
         export(config, args.checkpoint, Path(place))
         return find_tasks(*make_videos(config, Path(place), args.out, args.focal_px), args.focal_px), []
