@@ -101,9 +101,9 @@ def test_a_second_call_generates_missing_videos_and_none_among_other_ones(world,
     evaluate.main(words(world, tmp_path))
     films = sorted((tmp_path / videos.VIDEOS).iterdir())
     before = [film.read_bytes() for film in films]
-    monkeypatch.setattr(videos, "generate", None)
-    assert evaluate.main(words(world, tmp_path)) == 0
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(videos, "generate", None)
+        assert evaluate.main(words(world, tmp_path)) == 0
     films[1].unlink()
     assert evaluate.main(words(world, tmp_path)) == 0
     assert [film.read_bytes() for film in films] == before
