@@ -60,6 +60,7 @@ docs: setup
 	$(BIN)/python -m flow_grpo.settings.reference > docs/config.md
 	$(BIN)/python -m flow_grpo.reporting.metric_names > docs/metrics.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html"
 
 # Whether the working tree's runs give the numbers of commit REF; see CONTRIBUTING.md.
 same-numbers: setup

@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None, begun: float | None = None) -> int:
             trainer = assemble(config, spec, device, world, ledger)
             examine(trainer)
             if world.all.heartbeat is not None:
-                world.all.heartbeat.way_on = f"; go on with {going_on(trainer.run_folder)}"
+                way_on = f"; go on with {going_on(trainer.run_folder)}, from the last checkpoint if any"
+                world.all.heartbeat.way_on = way_on
         except ValueError as error:
             return refuse(error, world)
         return trainer.run()

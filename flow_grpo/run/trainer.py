@@ -400,6 +400,7 @@ class Trainer:
             self.state.sampler.load_state_dict(self._sampler_at_update)
         if error.save:
             self.save()
+            self.progress.say(f"saved after epoch {self.state.finished}; go on with {going_on(self.run_folder)}")
         self.ended_by = f"{type(error).__name__} ({error})"
         self.close()
         return refuse(error, self.world)

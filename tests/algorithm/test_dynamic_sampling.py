@@ -143,7 +143,8 @@ def test_rank_0_prints_the_rounds_once_and_every_rank_its_own_lines():
     printed = [line for line in results[0]["lines"] if line.startswith("[DynSample] ")]
     assert printed == [
         "[DynSample] Initial batch: collected 48/64 valid samples globally",
-        "[DynSample] Why: 4 of 16 groups flat, 0 incomplete: scripted ranges over 0 at most, more than 0.0001 counts",
+        "[DynSample] Why: 4 of 16 groups flat, 0 incomplete: scripted ranges over 0 at most, more than 0.0001 counts; "
+        "groups 12, 13, 14, 15",
         "[DynSample] Resample #1/3: global_collected=48/64, need 16 more",
         "[DynSample] Resample #2/3: global_collected=56/64, need 8 more",
         "[DynSample] Resample #3/3: global_collected=60/64, need 4 more",

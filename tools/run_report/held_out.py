@@ -48,7 +48,7 @@ class Change:
         return 100 * self.change / abs(self.before) if self.before else math.nan
 
 
-TRAINED = "trained rewards, and what equals them"
+TRAINED = "trained rewards, what equals them, and pictures not compared at equal travel"
 GROUPS = (CAMERA, PICTURE, AGREEMENT, TRAINED, "other measurements")
 
 

@@ -24,6 +24,7 @@ from flow_grpo.runtime.ranks.process_group import World
 from flow_grpo.settings.schema import DynamicSamplingConfig, RewardConfig
 
 WINDOW = 20  # epochs over which the fallback rate is taken
+NAMED = 8  # groups without signal of a round that the log names
 TOO_OFTEN = 0.2  # fallback rate above which the log warns
 
 _log = logging.getLogger(__name__)
@@ -130,7 +131,8 @@ class DynamicSampling:
             said += [f"{lacking} copies have no value"] if lacking else []
         flat = sum(group.kind == "flat" for group in bad)
         counted = f"Why: {flat} of {len(groups)} groups flat, {len(bad) - flat} incomplete: "
-        return counted + ", ".join(said) if bad else ""
+        dropped = ", ".join(f"{group.gid}" for group in bad[:NAMED]) + ", ..." * (len(bad) > NAMED)
+        return f"{counted}{', '.join(said)}; groups {dropped}" if bad else ""
 
     def _fill(
         self, pool: SamplePool, groups: list[tuple[SampleGroup, ...]], sample_round: SampleRound, reward: RewardConfig
