@@ -12,9 +12,6 @@ ARGS ?=
 # Two processes on two cores: more threads than that only get in each other's way.
 export OMP_NUM_THREADS ?= 1
 
-# After Ctrl-C torchrun waits so long for the epoch to end, saved, before it kills; 30 s otherwise.
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 600
-
 CPU_BUILD ?= $(shell command -v nvidia-smi > /dev/null || echo --extra-index-url https://download.pytorch.org/whl/cpu)
 
 CHECK_PYTHON := import sys; sys.version_info >= (3, 10) or sys.exit("flow_grpo needs Python 3.10 or newer, this is " + sys.version.split()[0] + "; pass PYTHON=/path/to/python3")
@@ -36,6 +33,8 @@ $(READY): requirements.txt requirements-dev.txt requirements-server.txt
 	$(BIN)/python -m pip install --no-deps --no-build-isolation --editable .
 	@touch $@
 
+# After Ctrl-C torchrun waits so long for the epoch to end, saved, before it kills; 30 s otherwise.
+demo: export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 600
 demo: setup
 	$(BIN)/torchrun --standalone --nproc_per_node=2 train_grpo.py --config $(RECIPE) $(ARGS)
 	$(BIN)/python tools/report.py --config $(RECIPE) $(ARGS)

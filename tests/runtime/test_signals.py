@@ -13,6 +13,7 @@ from flow_grpo.runtime.signals import EndRequest
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_the_first_signal_is_recorded_and_the_handlers_are_restored(number, capfd, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launcher's")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "45")
     before = signal.getsignal(number)
     with EndRequest() as end:
         assert not end.signal
@@ -20,7 +21,7 @@ def test_the_first_signal_is_recorded_and_the_handlers_are_restored(number, capf
         assert end.signal == signal.Signals(number).name
     assert signal.getsignal(number) is before
     said = capfd.readouterr().err
-    assert f"{end.signal}: the run ends after this epoch" in said and said.endswith("kills it after 30 s\n")
+    assert f"{end.signal}: the run ends after this epoch" in said and said.endswith("kills it after 45 s\n")
 
 
 TWICE = """
