@@ -35,7 +35,8 @@ class Variant:
         title: in the tables.
         recipe: of config/grpo.py.
         knobs: of the recipe, changed.
-        labels: items of supervised fine-tuning on true videos that come first, in rooms of labelled paths; 0 none.
+        labels: items of supervised fine-tuning on true videos that come first; 0 none.
+        taught: split of their rooms: "labelled" has videos of the labelled paths; the demo's items all have.
         epochs: of RL; None as in the recipe.
     """
 
@@ -43,6 +44,7 @@ class Variant:
     recipe: str = "room_recam"
     knobs: dict[str, Any] = dataclasses.field(default_factory=dict)
     labels: int = 0
+    taught: str = "labelled"
     epochs: int | None = None
 
 
@@ -57,6 +59,7 @@ VARIANTS = {
     "base": Variant("base", epochs=0),
     "constant": Variant("best constant on the command", epochs=0),
     "sft": Variant("supervised fine-tuning continued", labels=12800, epochs=0),
+    "bound": Variant("supervised fine-tuning on all commands", labels=12800, taught="all_labelled", epochs=0),
     "rl": Variant("RL"),
     "sft_rl": Variant("supervised fine-tuning, then RL", labels=6400, epochs=40),
     "demo_base": Variant("the demo's base", recipe="tiny_recam", epochs=0),
@@ -101,6 +104,7 @@ PAIRS = (
     ("rl", "sft"),
     ("rl", "base"),
     ("sft", "base"),
+    ("bound", "sft"),
     ("sft_rl", "sft"),
     ("demo", "demo_base"),
     ("demo_sft", "demo_base"),
@@ -125,12 +129,6 @@ Record = dict[str, Any]
 BATCH = 32  # items of a step of supervised fine-tuning
 CONSTANTS = (100, 90, 110, 120, 135, 150)  # percent
 RATE = {"train.learning_rate": 2e-4}
-LABELS = {  # the labels there are in the rooms; the demo's training items have true videos
-    "data.root": "data/labelled_rooms",
-    "data.tiny_world": "furnished_labelled",
-    "data.train_split": "labelled",
-    "data.tune_scenes": 0,
-}
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -212,7 +210,10 @@ class Study:
             f"--max-steps={variant.labels // BATCH}",
             f"--epochs={epochs}",
         ]
-        knobs = RATE | {"output_root": self.out} | (LABELS if variant.recipe in ROOMS else {})
+        knobs = RATE | {"output_root": self.out}
+        if variant.recipe in ROOMS:
+            knobs |= {"data.root": f"data/{variant.taught}_rooms", "data.tiny_world": f"furnished_{variant.taught}"}
+            knobs |= {"data.train_split": variant.taught, "data.tune_scenes": 0}
         words = [f"--config.{knob}={value}" for knob, value in knobs.items()]
         recipe = f"config/grpo.py:{variant.recipe}"
         return self.launch("tools/finetune_recam.py", run, "--config", recipe, *options, *words)

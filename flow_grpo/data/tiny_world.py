@@ -58,6 +58,7 @@ FOOTAGE = ("still", "panning")
 
 ROLES = {
     "labelled": Roles((*rooms.SOURCES, *rooms.LABELLED)),
+    "all_labelled": Roles((*rooms.SOURCES, *rooms.LABELLED, *rooms.UNLABELLED)),  # a bound for who trains without
     "train": Roles((*rooms.SOURCES,), (*rooms.LABELLED, *rooms.UNLABELLED)),
     "val": Roles((*rooms.SOURCES,), (*rooms.LABELLED, *rooms.UNLABELLED, *rooms.UNSEEN), views=True),
     "clips": Roles(FOOTAGE, (*rooms.UNLABELLED,), posed=False, depths=True),
@@ -102,6 +103,7 @@ TINY_WORLDS = {
     "footage": dataclasses.replace(FURNISHED, scenes={"clips": 48, "held_out_clips": 16}),
     "furnished": FURNISHED,
     "furnished_labelled": dataclasses.replace(FURNISHED, scenes={"labelled": 48, "val": 2}),
+    "furnished_all_labelled": dataclasses.replace(FURNISHED, scenes={"all_labelled": 48, "val": 2}),
     "tiny": WorldSpec(seed=1, scenes={"train": 48, "val": 16}),
     "unit_test": WorldSpec(seed=2, scenes={"train": 2, "val": 1}),
 }

@@ -96,8 +96,10 @@ def test_an_epoch_has_as_many_samples_on_one_rank(places, commands):
 
 
 def test_labels_come_first_and_count_and_the_constant_is_chosen_on_the_split_for_tuning(places, commands):
-    assert study.main(["--only", "sft_rl", "constant", "--seeds", "1", "--out", str(places / "out")]) == 0
-    labels, then, *rest = commands
+    names = ["bound", "sft_rl", "constant"]
+    assert study.main(["--only", *names, "--seeds", "1", "--out", str(places / "out")]) == 0
+    of_all, _, labels, then, *rest = commands
+    assert "--config.data.tiny_world=furnished_all_labelled" in of_all
     assert "tools/finetune_recam.py" in labels and "--config.data.train_split=labelled" in labels
     assert "--config.data.tiny_world=furnished_labelled" in labels  # the demo's own world has no such split
     assert f"--config.model.path={places / 'out' / 'sft_rl_1_labels' / 'model'}" in then
