@@ -18,7 +18,7 @@ from tests.command import command
 from tests.refusals import refusal
 from tests.textured_room import SMALL, condition, film, shoot, source_path, standing
 from tools import check_sources
-from tools.footage.answers import Answer, measurable
+from tools.footage.answers import Answer, Score, measurable
 from tools.footage.focal_length import focal_length
 
 FRAMES = 5
@@ -124,6 +124,12 @@ def test_a_focal_length_is_told_to_half_a_percent_or_not_at_all(path, told):
 
 def test_a_cause_that_nobody_foresaw_is_its_own_advice():
     assert Answer("a", "a.mp4 is HDR; convert it").advice() == ["a.mp4 is HDR; convert it"]
+
+
+def test_a_focal_length_that_is_told_leaves_the_other_advice():
+    scores = {cause: Score(None, "-", cause, 0.0) for cause in ("a has no known focal length", "a has no true view")}
+    focal, view = Answer("a", focal_px=420, scores=scores).advice()
+    assert focal.startswith("--focal-px 420") and "second camera" in view
 
 
 @pytest.mark.parametrize("more", [["--out", "usable.json"], None])

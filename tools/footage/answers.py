@@ -86,13 +86,10 @@ class Answer:
 
     def advice(self) -> list[str]:
         """Return what would help, each sentence once; a cause that no row of `HELP` knows says it itself."""
-        if self.focal_px:
-            text = (
-                f"--focal-px {self.focal_px} is what its camera's turn tells, if the lens keeps straight lines straight"
-            )
-            return [text]
-        known = [[text for part, text in HELP.items() if re.search(part, cause)] or [cause] for cause in self.causes()]
-        return list(dict.fromkeys(texts[0] for texts in known))
+        told = f"--focal-px {self.focal_px} is what its camera's turn tells, if its lens keeps straight lines straight"
+        texts = HELP | ({"no known focal length": told} if self.focal_px else {})
+        known = [[text for part, text in texts.items() if re.search(part, cause)] or [cause] for cause in self.causes()]
+        return list(dict.fromkeys(found[0] for found in known))
 
 
 def examine(config: Config, item: Path | int, options: argparse.Namespace) -> Answer:
