@@ -278,8 +278,7 @@ def check_faults(batches: Sequence[ScoredBatch], gathered: Gathered, config: Rew
             causes = [text for text in world.data.gather_text(here[0] if here else "") if text]
             raise RewardFaultError(
                 f"reward {name} failed to measure {count} of {len(faulty)} samples, more than the share "
-                f"reward.most_faults={config.most_faults:g} ({causes[0]}); mend that and go on, or "
-                "train without it"
+                f"reward.most_faults={config.most_faults:g} ({causes[0]}); mend that and go on, or train without it"
             )
 
 
