@@ -22,8 +22,10 @@ import torch
 from einops import rearrange, reduce, repeat
 from torch import Tensor
 
-from flow_grpo.maths.pictures import blur_matrix, choose, shrink
-from flow_grpo.maths.poses import pose, relative, rotation_matrix
+from flow_grpo.maths import pose_fit
+from flow_grpo.maths.pictures import blur_matrix, shrink
+from flow_grpo.maths.pose_fit import Fit, best, orthogonal
+from flow_grpo.maths.poses import relative
 from flow_grpo.maths.room import SUPERSAMPLE, Room, frame_times, pixel_rays, render, stack_rooms
 from flow_grpo.records import Condition, Rows
 
@@ -31,7 +33,6 @@ ROOM_FILE = "room.json"  # in a scene folder: the room that it was filmed in
 BLUR = 1.5  # pixels: sigma of the blurred rendering that is mixed in
 LOOK = (-0.6, 1.5)  # range of the blurred rendering's weight, and of the contrast less 1
 MARGIN = 0.1  # metres between the camera and the walls
-LARGEST_TURN, LARGEST_MOVE = 0.3, 0.8  # radians and metres of one step
 LOST = 0.5  # unexplained share of a frame's variance: under 0.1 after a codec, above 1 for another place
 SMALLEST_CONTRAST = 0.03  # standard deviation of colours below which a frame shows nothing
 
@@ -177,21 +178,10 @@ def _apart(rays: Tensor, view: View) -> Tensor:
     return torch.cat([rays[..., :2] + moved, rays[..., 2:]], dim=-1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Fit:
-    """M candidate poses for each of N frames."""
-
-    poses: Tensor  # (N, M, 4, 4) absolute
-    look: Tensor  # (N, M, 2) weight of the blurred rendering, and contrast less 1
-    cost: Tensor  # (N, M) mean square colour error
-    normal: Tensor  # (N, M, 8, 8) J^T J
-    gradient: Tensor  # (N, M, 8) J^T r
-
-
 def _linearise(view: View, poses: Tensor, look: Tensor) -> Fit:
     """Compare frames with renderings; return cost, J^T J and J^T r of a Gauss-Newton step.
 
-    Parameters are a rotation vector and a translation in the camera's axes, in radians and metres, and the look.
+    The look (N, M, 2) is the weight of the blurred rendering, and contrast less 1.
     """
     drawn, nearness = draw(view, poses)
     softer = view.blur[0] @ drawn @ view.blur[1].T - drawn
@@ -215,28 +205,11 @@ def _linearise(view: View, poses: Tensor, look: Tensor) -> Fit:
 
 def refine(view: View, poses: Tensor, steps: int) -> Fit:
     """Improve M poses (N, M, 4, 4) of each frame by Levenberg-Marquardt, rejecting steps that make one worse."""
-    fit = _linearise(view, poses, torch.zeros(*poses.shape[:2], 2))
-    damping = torch.full_like(fit.cost, 1e-3)
-    for _ in range(steps):
-        diagonal = fit.normal.diagonal(dim1=-2, dim2=-1)
-        ridge = damping[..., None] * diagonal + 1e-6
-        step = -torch.linalg.solve(fit.normal + torch.diag_embed(ridge), fit.gradient[..., None])[..., 0]
-        turn, move, look = step.split([3, 3, 2], dim=-1)
-        turn = turn * (LARGEST_TURN / turn.norm(dim=-1, keepdim=True).clamp_min(LARGEST_TURN))
-        move = move * (LARGEST_MOVE / move.norm(dim=-1, keepdim=True).clamp_min(LARGEST_MOVE))
-        axes = fit.poses[..., :3, :3]
-        centres = (fit.poses[..., :3, 3] + (axes @ move[..., None])[..., 0]).clamp(-view.limit, view.limit)
-        trial = _linearise(view, pose(axes @ rotation_matrix(turn), centres), (fit.look + look).clamp(*LOOK))
-        better = trial.cost < fit.cost
-        fit = choose(better, trial, fit)
-        damping = torch.where(better, 0.1 * damping, 10 * damping)
-    return fit
 
+    def confine(centres: Tensor, look: Tensor) -> tuple[Tensor, Tensor]:
+        return centres.clamp(-view.limit, view.limit), look.clamp(*LOOK)
 
-def best(poses: Tensor, cost: Tensor, count: int) -> Tensor:
-    """Return the `count` poses of each frame with the lowest cost (N, M), best first."""
-    index = cost.topk(count, dim=1, largest=False).indices
-    return poses.gather(1, repeat(index, "n m -> n m r c", r=4, c=4))
+    return pose_fit.refine(functools.partial(_linearise, view), confine, poses, steps)
 
 
 def guess(view: View, guesses: Tensor, count: int) -> Tensor:
@@ -277,8 +250,7 @@ def read_off(view: View, fit: Fit, viewpoints: Viewpoints) -> RoomPoses:
     # Not the variance of the full frame: shrinking averages noise away, and a fit of what remains would look good.
     variance = view.colours.square().mean(dim=(0, 2, 3))
     lost = ~((cost <= LOST * variance) & (variance >= SMALLEST_CONTRAST**2))  # NaN is lost
-    left, _, right = torch.linalg.svd(poses[:, 0, :3, :3].double())  # float32 steps leave it orthogonal to 1e-6 only
-    found = pose(left @ right, poses[:, 0, :3, 3].double())
-    parts = (rearrange(part, "(b t) ... -> b t ...", b=len(viewpoints)) for part in (found, cost.sqrt(), psnr, lost))
-    found, *others = parts
-    return RoomPoses(relative(viewpoints.references, found), *others)
+    found = (orthogonal(poses[:, 0]), cost.sqrt(), psnr, lost)
+    parts = (rearrange(part, "(b t) ... -> b t ...", b=len(viewpoints)) for part in found)
+    where, *others = parts
+    return RoomPoses(relative(viewpoints.references, where), *others)

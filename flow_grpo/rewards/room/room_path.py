@@ -17,6 +17,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
+from flow_grpo.maths.pose_fit import best
 from flow_grpo.maths.poses import pose, rot_err, rotation_matrix, trans_err
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.results import scored_rows
@@ -57,14 +58,14 @@ def estimate_path(videos: Tensor, viewpoints: Viewpoints) -> RoomPoses:
     by_frame = viewpoints.frames(numbers, frames)
     coarse, finest = (room_fit.make_view(by_frame, images, *size) for size in (SIZES[0], SIZES[2]))
     fit = room_fit.refine(coarse, room_fit.guess(coarse, guesses(), STARTS), STEPS[0])
-    guessed = rearrange(room_fit.best(fit.poses, fit.cost, 1), "(b t) 1 r c -> t b 1 r c", t=len(numbers))
+    guessed = rearrange(best(fit.poses, fit.cost, 1), "(b t) 1 r c -> t b 1 r c", t=len(numbers))
     # Thin things make narrow valleys, which guesses may miss: a frame also starts from where the one before it ended.
     found = [viewpoints.references[:, None].float()] * 2
     for number, own in zip(numbers, guessed, strict=True):
         fine = room_fit.make_view(viewpoints.frames([number], frames), videos[:, :, number].float(), *SIZES[1])
         ahead = found[-1] @ torch.linalg.inv(found[-2]) @ found[-1]
         fit = room_fit.refine(fine, torch.cat([own, found[-1], ahead], dim=1), STEPS[1])
-        found.append(room_fit.best(fit.poses, fit.cost, 1))
+        found.append(best(fit.poses, fit.cost, 1))
     poses = rearrange(found[2:], "t b 1 r c -> (b t) 1 r c")
     return room_fit.read_off(finest, room_fit.refine(finest, poses, STEPS[2]), viewpoints)
 

@@ -14,6 +14,7 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
+from flow_grpo.maths.pose_fit import best
 from flow_grpo.maths.poses import pose, rot_err, rotation_matrix, trans_err
 from flow_grpo.records import Condition, RewardResult
 from flow_grpo.rewards.results import scored_rows
@@ -63,15 +64,15 @@ def estimate_poses(videos: Tensor, viewpoints: Viewpoints) -> RoomPoses:
     by_frame = viewpoints.frames(range(frames), frames)
     coarse, middle, fine = (room_fit.make_view(by_frame, images, *size) for size in SIZES)
     fit = room_fit.refine(coarse, room_fit.guess(coarse, initial_poses(), STARTS), 3)
-    poses = room_fit.best(fit.poses, fit.cost, 2)
+    poses = best(fit.poses, fit.cost, 2)
     own = rearrange(poses[:, 0], "(b t) r c -> b t r c", t=frames)
     before, after = torch.cat([own[:, :1], own[:, :-1]], dim=1), torch.cat([own[:, 1:], own[:, -1:]], dim=1)
     neighbours = rearrange(torch.stack([before, after], dim=2), "b t side r c -> (b t) side r c")
     poses = torch.cat([poses, neighbours], dim=1)
     drawn = room_fit.draw(middle, poses)[0].flatten(-2)
     cost = (drawn - drawn.mean(-1, keepdim=True) - middle.colours).square().mean(dim=(0, -1))  # (N, M), look not fitted
-    fit = room_fit.refine(middle, room_fit.best(poses, cost, 2), 2)
-    return room_fit.read_off(fine, room_fit.refine(fine, room_fit.best(fit.poses, fit.cost, 1), 3), viewpoints)
+    fit = room_fit.refine(middle, best(poses, cost, 2), 2)
+    return room_fit.read_off(fine, room_fit.refine(fine, best(fit.poses, fit.cost, 1), 3), viewpoints)
 
 
 def closeness(commanded: Tensor, found: Tensor, lost: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
