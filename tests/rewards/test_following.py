@@ -43,7 +43,7 @@ def located(condition, source: FixedSource, video):
     return float(known.double().mean()), *map(float, errors)
 
 
-def test_cameras_are_found_to_centimetres_by_flow_and_a_depth_that_is_off_by_a_tenth(clips):
+def test_cameras_are_found_to_centimetres_by_depths_that_are_off_by_a_tenth(clips):
     assert {condition.source_camera for condition, _ in clips} == {"cam01", "cam02"}  # a still one and a panning one
     exact = np.array([located(each, source, each.target_video) for each, source in clips])
     assert (exact[:, 0] == 1).all() and exact[:, 1].mean() < 0.05 and exact[:, 2].mean() < 0.6
@@ -51,12 +51,18 @@ def test_cameras_are_found_to_centimetres_by_flow_and_a_depth_that_is_off_by_a_t
     assert (soft[:, 0] == 1).all() and soft[:, 1].mean() < 0.08 and soft[:, 2].mean() < 1.0
 
 
+def test_where_no_map_tells_depths_a_small_video_is_followed_by_flow(clips):
+    followed = [(each, dataclasses.replace(source, places=None)) for each, source in clips]
+    exact = np.array([located(each, source, each.target_video) for each, source in followed])
+    assert (exact[:, 0] == 1).all() and exact[:, 1].mean() < 0.05 and exact[:, 2].mean() < 0.6
+
+
 def test_a_camera_that_stands_still_or_turns_back_is_far_from_its_command(clips):
     for condition, source in clips:
         right = located(condition, source, condition.target_video)
         for video in (condition.source_video, condition.target_video.flip(1)):
             wrong = located(condition, source, video)
-            assert wrong[0] == 1 and sum(wrong[1:]) > sum(right[1:])
+            assert wrong[0] > 0.8 and sum(wrong[1:]) > sum(right[1:])
 
 
 @pytest.mark.parametrize("trick", ["noise", "black", "mirrored"])

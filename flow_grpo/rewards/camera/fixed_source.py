@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from scipy.spatial import cKDTree
 from scipy.spatial.transform import Rotation
 
+from flow_grpo.rewards.camera.alignment import align, place_pixels
 from flow_grpo.rewards.camera.anchors import PosedFrames
 from flow_grpo.rewards.camera.bundle import COLUMNS, Matches
 from flow_grpo.rewards.camera.features import Features, Floats
@@ -44,18 +45,29 @@ class FixedSource:
     visible: NDArray[np.bool_]  # (F,) all: each frame can be scored
     fault: str  # why it cannot be used, or ""
     metric: bool  # whether the depths are in metres; otherwise their unit is unknown
+    places: Floats | None = None  # (F, N, 3) of what small frames' pixels show, where depth maps say: `alignment.py`
 
     def locate(self, video: Sequence[Features], command: Floats) -> Floats:
         """Return the camera-to-world poses (F, 4, 4) of a video's frames by their features, NaN where not located.
 
         The frames are of the instants of the source's; `command` (F, 4, 4) are poses to start from.
         """
+        if self.places is not None:
+            return self._align(self.places, video, command)
         found: list[tuple[NDArray[np.int64], NDArray[np.int64], Floats]] = []
         for frame, (seen, features, rows) in enumerate(zip(video, self.features, self.rows, strict=True)):
             mine, there = corresponding(features, seen)
             found.append((np.full(len(mine), frame), rows[mine], there))
         numbers, points, pixels = (np.concatenate(column) for column in zip(*found, strict=True))
         return fit_path(Matches(numbers, points, pixels), self.points, self.camera, command)
+
+    def _align(self, places: Floats, video: Sequence[Features], command: Floats) -> Floats:
+        standing, half = np.tile(np.eye(4), (len(command), 1, 1)), command.copy()
+        standing[:, :3, 3] = self.points.centre
+        half[:, :3, 3] = (command[:, :3, 3] + self.points.centre) / 2
+        starts = np.stack([command, half, standing], axis=1)
+        shown, source = ([each.picture for each in side if each.picture is not None] for side in (video, self.features))
+        return align(np.stack(shown), np.stack(source), places, self.camera, starts)
 
 
 def make_fixed_source(source: PosedFrames, camera: Floats, depth: Floats | None = None) -> FixedSource:
@@ -92,7 +104,13 @@ def make_fixed_source(source: PosedFrames, camera: Floats, depth: Floats | None 
     distances = _distances(features, rays, rows, len(directions), depth)
     spread = KNOWN_SPREAD if depth is not None and depth.size > 1 else UNKNOWN_SPREAD
     points = Points(centre, directions, distances, spread)
-    return dataclasses.replace(made, rows=tuple(rows), points=points)
+    places = None
+    if features[0].picture is not None and depth is not None and depth.size > 1:
+        maps = depth[[min(frame, len(depth) - 1) for frame in range(len(source))]]
+        size = features[0].picture.shape
+        shown = [place_pixels(each, turn, camera, size) for each, turn in zip(maps, turns, strict=True)]
+        places = centre + np.stack(shown)
+    return dataclasses.replace(made, rows=tuple(rows), points=points, places=places)
 
 
 def _rays(points: Floats, camera: Floats) -> Floats:
