@@ -2,8 +2,8 @@
 
 Where a pixel of the source lies in the scene, a depth map says. Seen from the right pose, most of these points look in
 a frame as they do in the source: the pose is found by Levenberg-Marquardt on their brightness, coarse to fine (direct
-image alignment, as in LSD-SLAM, ECCV 2014). No point is looked for by itself, which a blurred picture of 64x96 does not
-allow: by flow its camera is found three times as far from its place.
+image alignment, as in LSD-SLAM, ECCV 2014). No point is looked for by itself: in the soft videos of a small model flow
+errs by chance, and what it says of their cameras scatters nine times as much in rotation.
 
 Letters: F frames, M candidate poses of a frame, N points.
 """
