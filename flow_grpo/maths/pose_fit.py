@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
-from einops import repeat
 from torch import Tensor
 
 from flow_grpo.maths.pictures import choose
@@ -61,10 +60,4 @@ def refine(compare: Compare, confine: Confine, poses: Tensor, steps: int) -> Fit
 def best(poses: Tensor, cost: Tensor, count: int) -> Tensor:
     """Return the `count` poses of each frame with the lowest cost (N, M), best first."""
     index = cost.topk(count, dim=1, largest=False).indices
-    return poses.gather(1, repeat(index, "n m -> n m r c", r=4, c=4))
-
-
-def orthogonal(poses: Tensor) -> Tensor:
-    """Return poses (..., 4, 4) in float64 with exact rotations: float32 steps leave them orthogonal to 1e-6 only."""
-    left, _, right = torch.linalg.svd(poses[..., :3, :3].double())
-    return pose(left @ right, poses[..., :3, 3].double())
+    return poses.take_along_dim(index[..., None, None], dim=1)

@@ -276,6 +276,12 @@ def is_static(points: Tensor) -> Tensor:
     return spread <= ZERO_BASELINE
 
 
+def orthogonal(poses: Tensor) -> Tensor:
+    """Return poses (..., 4, 4) in float64 with exact rotations: float32 steps leave them orthogonal to 1e-6 only."""
+    left, _, right = torch.linalg.svd(poses[..., :3, :3].double())
+    return pose(left @ right, poses[..., :3, 3].double())
+
+
 def _centres(poses: Tensor) -> Tensor:
     return poses[..., :3, 3].double()
 

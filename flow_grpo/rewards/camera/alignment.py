@@ -20,7 +20,8 @@ from scipy.ndimage import gaussian_filter
 from torch import Tensor
 from torch.nn.functional import grid_sample
 
-from flow_grpo.maths.pose_fit import Fit, best, orthogonal, refine
+from flow_grpo.maths.pose_fit import Fit, best, refine
+from flow_grpo.maths.poses import orthogonal
 from flow_grpo.rewards.camera.features import Floats
 
 STEP = 2  # pixels between points

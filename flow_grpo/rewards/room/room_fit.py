@@ -24,8 +24,8 @@ from torch import Tensor
 
 from flow_grpo.maths import pose_fit
 from flow_grpo.maths.pictures import blur_matrix, shrink
-from flow_grpo.maths.pose_fit import Fit, best, orthogonal
-from flow_grpo.maths.poses import relative
+from flow_grpo.maths.pose_fit import Fit, best
+from flow_grpo.maths.poses import orthogonal, relative
 from flow_grpo.maths.room import SUPERSAMPLE, Room, frame_times, pixel_rays, render, stack_rooms
 from flow_grpo.records import Condition, Rows
 
