@@ -306,6 +306,25 @@ def room_recam() -> ConfigDict:
     return config
 
 
+def room_recam_footage() -> ConfigDict:
+    """`my_recam_8npu_footage` in furnished rooms: still and panning clips, no poses, no true view; docs/rooms.md."""
+    config = room_recam()
+    config.num_epochs = 20
+    config.data.root = "data/footage"
+    config.data.tiny_world = "footage"
+    config.data.train_split = "clips"
+    config.data.eval_split = "held_out_clips"
+    config.data.tune_scenes = 8  # of 48: 56 conditions
+    # Half of its labels were wrong, as they can be of poses that were estimated: how far to go is left to chance.
+    config.model.path = "assets/room_recam_unsure"
+    config.sample.noise_level = 1.0
+    config.sample.max_step_std = 0.6  # copies further apart than the estimator scatters
+    # Depths are known, about: metres in place of a direction alone.
+    config.reward.weights = ConfigDict({"pose_rot": 1.0, "pose_trans": 1.0})
+    config.eval.num_conditions = 112  # all of the held-out clips
+    return config
+
+
 def tiny_recam_hacking() -> ConfigDict:
     """The demo with a reward for sharpness alone, which is satisfied at the camera's expense: docs/reward_hacking.md.
 

@@ -62,6 +62,8 @@ VARIANTS = {
     "bound": Variant("supervised fine-tuning on all commands", labels=12800, taught="all_labelled", epochs=0),
     "rl": Variant("RL"),
     "sft_rl": Variant("supervised fine-tuning, then RL", labels=6400, epochs=40),
+    "footage_base": Variant("base of unsure labels", recipe="room_recam_footage", epochs=0),
+    "footage": Variant("RL on clips without poses or true views", recipe="room_recam_footage"),
     "demo_base": Variant("the demo's base", recipe="tiny_recam", epochs=0),
     "demo_sft": Variant(
         "supervised fine-tuning on the demo's true videos", recipe="tiny_recam", labels=12800, epochs=0
@@ -93,11 +95,12 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "learning"
 PAGE, PLOT = ROOT / "docs" / "learning.md", ROOT / "docs" / "learning.png"
 BEGIN, END = "<!-- begin of the generated part -->", "<!-- end of the generated part -->"
-ROOMS, DEMO = ("room_recam",), ("tiny_recam", "my_recam_8npu_tiny")  # recipes of a world
+ROOMS, CLIPS, DEMO = ("room_recam",), ("room_recam_footage",), ("tiny_recam", "my_recam_8npu_tiny")  # of a world
 GROUPS = {  # of held-out commands: recipes, kinds
     "labelled": (ROOMS, LABELLED),
     "unlabelled": (ROOMS, UNLABELLED),
     "unseen": (ROOMS, UNSEEN),
+    "unlabelled, of clips": (CLIPS, UNLABELLED),
     "the demo's": (DEMO, RECAMMASTER),
 }
 PAIRS = (
@@ -106,6 +109,7 @@ PAIRS = (
     ("sft", "base"),
     ("bound", "sft"),
     ("sft_rl", "sft"),
+    ("footage", "footage_base"),
     ("demo", "demo_base"),
     ("demo_sft", "demo_base"),
     ("twin", "twin_base"),
@@ -380,7 +384,7 @@ def draw(records: dict[str, list[Record]]) -> None:
     Worlds without any curve are left out.
     """
     learned = {runs[0]["recipe"] for runs in records.values() if len(runs[0]["curve"]) > 1}
-    worlds = [world for world in (ROOMS, DEMO) if learned.intersection(world)]
+    worlds = [world for world in (ROOMS, CLIPS, DEMO) if learned.intersection(world)]
     figure = new_figure(figsize=(4 * len(MEASURES), 3.5 * len(worlds)), layout="constrained")
     places = [(world, measure) for world in worlds for measure in MEASURES.items()]
     for place, (world, (measure, (title, _))) in enumerate(places, start=1):

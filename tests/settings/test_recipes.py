@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RANKS = {"my_recam_1gpu": 1, "my_recam_1gpu_footage": 1, "my_recam_2node": 16, "my_recam_full": 8}
 RANKS |= {"redirector_8npu": 8, "wan_t2v_8npu": 8}
 RANKS |= {f"my_recam_8npu{kind}": 8 for kind in ("", "_tiny", "_dapo", "_dapo_tiny", "_fast", "_footage", "_small")}
-RANKS |= {"room_recam": 2, "tiny_recam": 2, "tiny_recam_hacking": 2, "tiny_wan_t2v": 2}
+RANKS |= {"room_recam": 2, "room_recam_footage": 2, "tiny_recam": 2, "tiny_recam_hacking": 2, "tiny_wan_t2v": 2}
 
 
 def recipe(name: str) -> Config:

@@ -11,6 +11,8 @@ import torch
 from einops import rearrange
 
 from flow_grpo.data.rooms import LABELLED, SOURCES
+from flow_grpo.data.tiny_world import FURNISHED
+from flow_grpo.maths.poses import relative, rotation_vector
 from tools.dev import pretrain_codec, pretrain_recam
 
 
@@ -36,10 +38,28 @@ def test_targets_move_as_the_labels_allow_and_sources_are_others_of_the_same_roo
     codec = pretrain_codec.build_codec(8, [1, 1, 1], 2)
     filmed = mock.Mock(side_effect=pretrain_recam.make_scene)
     with mock.patch.object(pretrain_recam, "make_scene", filmed):
-        made = pretrain_recam.encode_scenes(codec, range(2))
+        made = pretrain_recam.encode_scenes(codec, False, range(2))
     assert made["latents"].shape == (2, 7, 2, 3, 8, 12) and made["cameras"].shape == (2, 7, 3, 12)
     shots = [call.args[3] for call in filmed.call_args_list]
     assert all({*some[:2]} <= {*SOURCES} and len({*some[2:]} & {*LABELLED}) == 5 for some in shots)
+
+
+def test_an_unsure_model_is_shown_half_of_its_targets_behind_their_labels():
+    """The same rooms and labels as without; a target that stays behind moves less, so more of it is the source's."""
+    codec = pretrain_codec.build_codec(8, [1, 1, 1], 2)
+    sure, unsure = (pretrain_recam.encode_scenes(codec, unsure, range(3)) for unsure in (False, True))
+    assert torch.equal(sure["cameras"], unsure["cameras"]) and torch.equal(sure["captions"], unsure["captions"])
+    same = (sure["latents"] == unsure["latents"]).flatten(2).all(2)
+    assert same[:, :2].all() and 0.2 < same[:, 2:].float().mean() < 0.8
+
+    scene = pretrain_recam.make_scene(FURNISHED, "pretrain", 0, ("still", "panning", *["arc_left"] * 5))
+    left = pretrain_recam.stay_behind(scene, torch.Generator().manual_seed(0))
+    told, filmed = (relative(each.poses[:, 0], each.poses)[2:] for each in (scene, left))
+    behind = (filmed[:, -1, :3, 3] != told[:, -1, :3, 3]).any(-1)
+    assert 0 < behind.sum() < 5
+    torch.testing.assert_close(filmed[behind, :, :3, 3], 0.15 * told[behind, :, :3, 3])
+    turns = [rotation_vector(path[behind, :, :3, :3]) for path in (filmed, told)]
+    torch.testing.assert_close(turns[0], 0.4 * turns[1])
 
 
 def test_the_record_holds_what_was_filmed(tmp_path):

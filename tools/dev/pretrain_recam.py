@@ -1,11 +1,15 @@
-"""Pre-train the furnished world's ReCam model by flow matching, on true videos of labelled camera paths. Resumable.
+r"""Pre-train the furnished world's ReCam model by flow matching, on true videos of labelled camera paths. Resumable.
 
     torchrun --nproc_per_node=2 tools/dev/pretrain_recam.py --work .work/base --out assets/room_recam
 
 The targets go along short paths (`LABELLED` in data/rooms.py), with exact labels; longer ones and others are left to
-reinforcement learning. Latents of all clips are encoded once. The log has, on rooms
-that no step sees, the videos' PSNR to the truth and the errors of their cameras, by whether paths of that kind are
-labelled.
+reinforcement learning. With --unsure half of the targets stay behind their labels (`BEHIND`), as where poses were
+estimated badly: such a model does not know how far to go, its samples differ in that, and rewards can tell it. Latents
+of all clips are encoded once. The log has, on rooms that no step sees, the videos' PSNR to the truth and the errors of
+their cameras, by whether paths of that kind are labelled.
+
+    torchrun --nproc_per_node=2 tools/dev/pretrain_recam.py --work .work/unsure --unsure --scenes 300 --steps 1000 \
+        --learning-rate 5e-4 --ema 0.99 --probe-steps 250 --start-from assets/room_recam --out assets/room_recam_unsure
 """
 
 from __future__ import annotations
@@ -31,8 +35,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerBase
 
 from flow_grpo.data.rooms import LABELLED, SOURCES
-from flow_grpo.data.tiny_world import FURNISHED, caption, make_scene, render_views
+from flow_grpo.data.tiny_world import FURNISHED, TinyScene, caption, make_scene, render_views
 from flow_grpo.maths.keys import generator
+from flow_grpo.maths.poses import relative
 from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.recam import RECAM
 from flow_grpo.models.wan_policy import TIMESTEPS
@@ -40,9 +45,11 @@ from tools.common import make_parser
 from tools.dev.tiny.probe import SHIFT, Probe, encode, scene_cameras
 from tools.dev.tiny.text import CAPTIONS, build_text_encoder, encode_captions
 from tools.dev.tiny.training import Resumable, load_shares, processes
+from tools.study.scaled_recam import scaled
 
 SOURCES_A_ROOM, TARGETS_A_ROOM = 2, 5
-SETTINGS = ("steps", "scenes", "batch", "learning_rate", "width", "ffn", "layers", "ema")  # in the record
+BEHIND = {"shift": 0.15, "turn": 0.4}  # shares of a label's translation and rotation
+SETTINGS = ("steps", "scenes", "batch", "learning_rate", "width", "ffn", "layers", "ema", "unsure")  # in the record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +76,7 @@ class Pool:
         return *pair, self.cameras[scene, target], self.captions[scene]
 
 
-def encode_scenes(codec: AutoencoderKLWan, scenes: range) -> dict[str, Tensor]:
+def encode_scenes(codec: AutoencoderKLWan, unsure: bool, scenes: range) -> dict[str, Tensor]:
     latents, cameras, captions = [], [], []
     for number in scenes:
         draw = generator("pretraining shots", number)
@@ -78,11 +85,21 @@ def encode_scenes(codec: AutoencoderKLWan, scenes: range) -> dict[str, Tensor]:
             for names, count in (((*SOURCES,), SOURCES_A_ROOM), ((*LABELLED,), TARGETS_A_ROOM))
         )
         scene = make_scene(FURNISHED, "pretrain", number, (*sources, *targets))
-        videos = render_views(FURNISHED, [scene], list(range(len(scene.shots))))
+        filmed = stay_behind(scene, draw) if unsure else scene
+        videos = render_views(FURNISHED, [filmed], list(range(len(scene.shots))))
         latents.append(encode(codec, videos).half())
         cameras.append(scene_cameras(scene, codec))
         captions.append(CAPTIONS.index(caption(videos[0])))
     return {"latents": torch.stack(latents), "cameras": torch.stack(cameras), "captions": torch.tensor(captions)}
+
+
+def stay_behind(scene: TinyScene, draw: torch.Generator) -> TinyScene:
+    """Return the scene with half of its targets, at random, on the shares BEHIND of their paths."""
+    poses = scene.poses.clone()
+    for target in (SOURCES_A_ROOM + torch.rand(TARGETS_A_ROOM, generator=draw).lt(0.5).nonzero().flatten()).tolist():
+        start = poses[target, 0].clone()
+        poses[target] = start @ scaled(relative(start, poses[target]), **BEHIND)
+    return dataclasses.replace(scene, poses=poses)
 
 
 def build_model(args: argparse.Namespace, channels: int, text_dim: int) -> ReCamTransformer3DModel:
@@ -146,6 +163,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of the resumable state")
     parser.add_argument("--out", type=Path, required=True, help="diffusers folder with vae/ of pretrain_codec.py")
     parser.add_argument("--start-from", type=Path, help="a model's folder with its transformer and pretraining.json")
+    parser.add_argument("--unsure", action="store_true", help="half of the targets stay behind their labels")
     parser.add_argument("--steps", type=int, default=20000)
     parser.add_argument("--minutes", type=float, default=60.0, help="time limit of this call; call again to resume")
     parser.add_argument("--scenes", type=int, default=2000)
@@ -164,7 +182,7 @@ def main() -> None:
         codec = AutoencoderKLWan.from_pretrained(args.out / "vae").eval()
         text_encoder, tokenizer = build_text_encoder()
         text = encode_captions(text_encoder, tokenizer)
-        shares = load_shares(args, "pool", partial(encode_scenes, codec), rank, world)
+        shares = load_shares(args, "pool", partial(encode_scenes, codec, args.unsure), rank, world)
         pool = Pool(**{name: torch.cat([share[name] for share in shares]) for name in shares[0]})
         if args.steps == 0:  # render only: on many cores, for a later call in one process on a device
             return
@@ -208,7 +226,7 @@ def write_folder(training: ModelTraining, parts: dict[str, nn.Module], tokenizer
     tokenizer.save_pretrained(out / "tokenizer")
     FlowMatchEulerDiscreteScheduler(shift=SHIFT).save_pretrained(out / "scheduler")
     data = {name: dataclasses.asdict(shot) for name, shot in (SOURCES | LABELLED).items()}
-    more = {"data": data}
+    more = {"data": data, **({"behind": BEHIND} if args.unsure else {})}
     if args.start_from:
         more["started_from"] = json.loads((args.start_from / "pretraining.json").read_text())
     training.write_record(out / "pretraining.json", "tools/dev/pretrain_recam.py", args, SETTINGS, **more)
