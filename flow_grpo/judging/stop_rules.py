@@ -45,11 +45,18 @@ def check_measured(rules: Sequence[str], held_out: Collection[str]) -> None:
             raise InputError(f"config.train.stop_if: got {rule!r}, but no epoch has a metric {name}; {where}")
 
 
-def broken(rules: Sequence[str], metrics: Mapping[str, float]) -> str:
-    """Return the first rule that holds in an epoch and its value, in words, or ""; NaN breaks no rule."""
+def holding(rules: Sequence[str], metrics: Mapping[str, float]) -> dict[str, str]:
+    """Return the rules that hold and their values, in words; NaN breaks no rule."""
+    found = {}
     for rule in rules:
         name, below, bound = parse_rule(rule)
         value = metrics.get(name, math.nan)
         if value < bound if below else value > bound:
-            return f"{name} is {value:.4g}, {'below' if below else 'above'} {bound:g}"
-    return ""
+            found[rule] = f"{name} is {value:.4g}, {'below' if below else 'above'} {bound:g}"
+    return found
+
+
+def broken(rules: Sequence[str], metrics: Mapping[str, float], before: Mapping[str, float]) -> str:
+    """Return the first rule that holds in an epoch and did not `before` training, in words, or ""."""
+    already = holding(rules, before)
+    return next((words for rule, words in holding(rules, metrics).items() if rule not in already), "")

@@ -31,7 +31,7 @@ from flow_grpo.judging import power
 from flow_grpo.judging.changes import as_metrics, at_equal_travel, paired_changes
 from flow_grpo.judging.evaluate import Evaluation, Evaluator
 from flow_grpo.judging.reward_signal import NoSignalError, Signal, measure_signal
-from flow_grpo.judging.stop_rules import BrokenPolicyError, broken, check_measured
+from flow_grpo.judging.stop_rules import BrokenPolicyError, broken, check_measured, holding
 from flow_grpo.judging.table import means_by_camera
 from flow_grpo.judging.verdict import deciding
 from flow_grpo.maths.bootstrap import Interval, percentiles
@@ -294,9 +294,9 @@ class Trainer:
             measured |= evaluation.metrics | alarm(self, evaluation)
             measured |= {name.replace("eval/", "eval_change/"): change.mean for name, change in changes.items()}
         self.progress.finish_epoch(measured)
-        holding = broken(self.config.train.stop_if, measured)
+        found = broken(self.config.train.stop_if, measured, self.state.before or {})
         # Times and memory differ between ranks, which must end together.
-        self.state.broken = next(filter(None, self.world.all.gather_text(holding)), "")
+        self.state.broken = next(filter(None, self.world.all.gather_text(found)), "")
         self._stop_if_broken()
 
     def save_if_due(self) -> None:
@@ -348,6 +348,8 @@ class Trainer:
                     self.tracker.log(self.state.floor | seconds, self.state.finished)
             known = [f"{name} {value:.4g}" for name, value in first.metrics.items() if not name.endswith("_valid")]
             self.progress.say(f"before training: {'  '.join(known)}")
+            for words in holding(self.config.train.stop_if, first.metrics).values():
+                self.progress.say(f"train.stop_if: {words}, before training already: this rule will not end the run")
             decide = deciding(first.metrics, self.evaluator.names, trained_rewards(self.config))
             spreads = power.measured_spreads(first.table, decide)
             ranks, conditions = self.world.data.size, len(self.evaluator.indices)

@@ -24,14 +24,23 @@ TOY = "tests/toy_recipe.py:toy"
     ],
 )
 def test_a_rule_is_broken_beyond_its_bound_only(rule, value, said):
-    assert broken([rule], {"eval/a": value}) == said
+    assert broken([rule], {"eval/a": value}, {}) == said
 
 
 def test_the_first_broken_rule_is_named_and_the_default_ones_can_be_switched_off():
-    assert broken(["eval/a>9", "eval/a>1", "eval/a>0"], {"eval/a": 2.0}) == "eval/a is 2, above 1"
-    assert broken(TrainConfig().stop_if, {"eval_change/target_view_psnr_db": -3.5})
-    assert broken(TrainConfig().stop_if, {"eval_change/target_view_psnr_db": -2.5}) == ""
+    assert broken(["eval/a>9", "eval/a>1", "eval/a>0"], {"eval/a": 2.0}, {}) == "eval/a is 2, above 1"
+    assert broken(TrainConfig().stop_if, {"eval_change/target_view_psnr_db": -3.5}, {})
+    assert broken(TrainConfig().stop_if, {"eval_change/target_view_psnr_db": -2.5}, {}) == ""
     assert load_config(TOY, ["--config.train.stop_if="]).train.stop_if == ()
+
+
+def test_what_is_so_before_training_was_not_broken_by_it():
+    """Clips without poses, or such as the estimator finds no camera in: the share of values is 0 from the start."""
+    before = {"eval/trans_err_m_valid": 0.0, "eval/a": 1.0}
+    assert broken(TrainConfig().stop_if, {"eval/trans_err_m_valid": 0.0}, {"eval/trans_err_m_valid": 1.0})
+    assert broken(TrainConfig().stop_if, before, before) == ""
+    rules = [*TrainConfig().stop_if, "eval/a>1"]
+    assert broken(rules, {**before, "eval/a": 2.0}, before) == "eval/a is 2, above 1"
 
 
 @pytest.mark.parametrize("rule", ["eval/a", "a<1", "eval/a=1", "eval/a<x", "eval/a<1<2", "eval/a<--1"])

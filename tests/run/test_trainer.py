@@ -319,6 +319,7 @@ def test_a_run_that_breaks_a_rule_saves_stops_and_says_so_again_when_it_is_resum
     rules = ("policy/clip_fraction<0", "eval/brightness<0.9")
     trainer = a_trainer(num_epochs=4, train=toy.train_config(stop_if=rules))
     trainer.evaluate_before()
+    trainer.state.before["eval/brightness"] = 0.95  # or the rule would have held before training
     epochs = trainer.epochs()
     trainer.train_epoch(next(epochs))
     with pytest.raises(BrokenPolicyError, match=r"eval/brightness is 0\.\d+, below 0\.9 after epoch 2: .* is saved"):
