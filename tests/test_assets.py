@@ -11,7 +11,7 @@ from safetensors import safe_open
 from flow_grpo.algorithm.rollout import scoring
 from flow_grpo.algorithm.rollout.denoise import rollout
 from flow_grpo.data.multicam import MultiCamDataset
-from flow_grpo.data.rooms import LABELLED, SOURCES
+from flow_grpo.data.rooms import LABELLED, SOURCES, UNLABELLED
 from flow_grpo.maths.schedule import flow_sigmas
 from flow_grpo.models.networks.recam_transformer import ReCamTransformer3DModel
 from flow_grpo.models.policy import Policy
@@ -27,7 +27,7 @@ FOLDER = ROOT / "assets" / "tiny_recam"
 ROOMS = ROOT / "assets" / "room_recam"
 UNSURE = ROOT / "assets" / "room_recam_unsure"
 MODELS = {FOLDER: {"first", "second", "second_labelled"}, ROOMS: {*SOURCES, *LABELLED}}  # and what they were trained on
-MODELS[UNSURE] = MODELS[ROOMS]
+MODELS[UNSURE] = {*SOURCES, *LABELLED, *UNLABELLED}
 LIMIT_MB = 12
 
 

@@ -3,13 +3,14 @@ r"""Pre-train the furnished world's ReCam model by flow matching, on true videos
     torchrun --nproc_per_node=2 tools/dev/pretrain_recam.py --work .work/base --out assets/room_recam
 
 The targets go along short paths (`LABELLED` in data/rooms.py), with exact labels; longer ones and others are left to
-reinforcement learning. With --unsure half of the targets stay behind their labels (`BEHIND`), as where poses were
-estimated badly: such a model does not know how far to go, its samples differ in that, and rewards can tell it. Latents
-of all clips are encoded once. The log has, on rooms that no step sees, the videos' PSNR to the truth and the errors of
-their cameras, by whether paths of that kind are labelled.
+reinforcement learning. With --unsure there are longer ones, too, but half of the targets stay behind their labels
+(`BEHIND`), as where poses were estimated badly: such a model does not know how far to go, its samples differ in that,
+and rewards can tell it. Latents of all clips are encoded once. The log has, on rooms that no step sees, the videos'
+PSNR to the truth and the errors of their cameras, by whether paths of that kind are labelled.
 
-    torchrun --nproc_per_node=2 tools/dev/pretrain_recam.py --work .work/unsure --unsure --scenes 300 --steps 1000 \
-        --learning-rate 5e-4 --ema 0.99 --probe-steps 250 --start-from assets/room_recam --out assets/room_recam_unsure
+    torchrun --nproc_per_node=2 tools/dev/pretrain_recam.py --work .work/unsure --unsure --scenes 240 --steps 1000 \
+        --batch 32 --learning-rate 1e-3 --ema 0.99 --probe-steps 250 --start-from assets/room_recam \
+        --out assets/room_recam_unsure
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerBase
 
-from flow_grpo.data.rooms import LABELLED, SOURCES
+from flow_grpo.data.rooms import LABELLED, SOURCES, UNLABELLED, Shot
 from flow_grpo.data.tiny_world import FURNISHED, TinyScene, caption, make_scene, render_views
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.poses import relative
@@ -82,7 +83,7 @@ def encode_scenes(codec: AutoencoderKLWan, unsure: bool, scenes: range) -> dict[
         draw = generator("pretraining shots", number)
         sources, targets = (
             [names[i] for i in torch.randperm(len(names), generator=draw)[:count].tolist()]
-            for names, count in (((*SOURCES,), SOURCES_A_ROOM), ((*LABELLED,), TARGETS_A_ROOM))
+            for names, count in (((*SOURCES,), SOURCES_A_ROOM), ((*taught(unsure),), TARGETS_A_ROOM))
         )
         scene = make_scene(FURNISHED, "pretrain", number, (*sources, *targets))
         filmed = stay_behind(scene, draw) if unsure else scene
@@ -91,6 +92,10 @@ def encode_scenes(codec: AutoencoderKLWan, unsure: bool, scenes: range) -> dict[
         cameras.append(scene_cameras(scene, codec))
         captions.append(CAPTIONS.index(caption(videos[0])))
     return {"latents": torch.stack(latents), "cameras": torch.stack(cameras), "captions": torch.tensor(captions)}
+
+
+def taught(unsure: bool) -> dict[str, Shot]:
+    return LABELLED | UNLABELLED if unsure else LABELLED
 
 
 def stay_behind(scene: TinyScene, draw: torch.Generator) -> TinyScene:
@@ -225,7 +230,7 @@ def write_folder(training: ModelTraining, parts: dict[str, nn.Module], tokenizer
         copy.deepcopy(part).cpu().half().save_pretrained(out / name)
     tokenizer.save_pretrained(out / "tokenizer")
     FlowMatchEulerDiscreteScheduler(shift=SHIFT).save_pretrained(out / "scheduler")
-    data = {name: dataclasses.asdict(shot) for name, shot in (SOURCES | LABELLED).items()}
+    data = {name: dataclasses.asdict(shot) for name, shot in (SOURCES | taught(args.unsure)).items()}
     more = {"data": data, **({"behind": BEHIND} if args.unsure else {})}
     if args.start_from:
         more["started_from"] = json.loads((args.start_from / "pretraining.json").read_text())
