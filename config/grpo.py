@@ -315,7 +315,7 @@ def room_recam_footage() -> ConfigDict:
     config.data.train_split = "clips"
     config.data.eval_split = "held_out_clips"
     config.data.tune_scenes = 0  # without poses no judge could measure them
-    # Half of its labels were wrong, as they can be of poses that were estimated: how far to go is left to chance.
+    # Half of its videos stayed behind their labels, as with poses badly estimated: how far it goes is left to chance.
     config.model.path = "assets/room_recam_unsure"
     config.sample.noise_level = 1.0
     config.sample.max_step_std = 0.6  # copies further apart than the estimator scatters
