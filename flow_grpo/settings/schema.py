@@ -312,8 +312,8 @@ class TrainConfig(Section):
             "eval/trans_err_m_valid<0.5",
             "policy/ratio_first_max_abs_log>0.001",
         ),
-        "rules METRIC<BOUND or METRIC>BOUND: an epoch in which one holds has broken the policy, and the run saves and "
-        "stops; '' never",
+        "rules METRIC<BOUND or METRIC>BOUND: an epoch in which one holds that did not before training has broken the "
+        "policy, and the run saves and stops; '' never",
     )
     clip_range: Float = knob(
         1e-3, "clip range of the ratio around 1; small, as that is a mean over elements", gt=0, lt=1
