@@ -318,7 +318,9 @@ def room_recam_footage() -> ConfigDict:
     # Half of its videos stayed behind their labels, as with poses badly estimated: how far it goes is left to chance.
     config.model.path = "assets/room_recam_unsure"
     config.sample.noise_level = 1.0
-    config.sample.max_step_std = 0.6  # copies further apart than the estimator scatters
+    config.sample.max_step_std = 0.8  # copies further apart than the rewards scatter
+    config.sample.sde_steps = (0, 1)
+    config.train.learning_rate = 8e-4
     # Depths are known, about: metres in place of a direction alone.
     config.reward.weights = ConfigDict({"pose_rot": 1.0, "pose_trans": 1.0})
     config.eval.num_conditions = 112  # all of the held-out clips
