@@ -187,7 +187,8 @@ def main() -> None:
         codec = AutoencoderKLWan.from_pretrained(args.out / "vae").eval()
         text_encoder, tokenizer = build_text_encoder()
         text = encode_captions(text_encoder, tokenizer)
-        shares = load_shares(args, "pool", partial(encode_scenes, codec, args.unsure), rank, world)
+        name = "unsure_pool" if args.unsure else "pool"
+        shares = load_shares(args, name, partial(encode_scenes, codec, args.unsure), rank, world)
         pool = Pool(**{name: torch.cat([share[name] for share in shares]) for name in shares[0]})
         if args.steps == 0:  # render only: on many cores, for a later call in one process on a device
             return
