@@ -69,7 +69,7 @@ def test_every_variant_is_a_setting_that_works_and_in_the_rooms_without_true_vie
     variant = study.VARIANTS[name]
     words = [f"--config.{knob}={value}" for knob, value in variant.knobs.items()]
     weights = largest_weights(load_config(f"{study.ROOT}/config/grpo.py:{variant.recipe}", words))
-    assert weights["room_trans"] > 0
+    assert any(weights.get(name) for name in ("room_trans", "pose_trans"))
     assert variant.recipe in study.DEMO or not {"target_psnr", "target_view"} & {*weights}
 
 
