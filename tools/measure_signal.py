@@ -9,7 +9,7 @@ stochastic step its noise and gain; and the root mean square of the log-ratio th
 makes, in units of train.clip_range. With --tails 2 3 5 it also compares these values of sample.tail_steps with all of
 the schedule's steps, or with --against 32 with so many second-order ones, which are the ODE: the rewards of otherwise
 equal samples, and whether they rank the copies alike, group by group (flow_grpo/maths/certificate.py), beside controls:
-the reference, with noise on the final latents.
+the reference, with noise on the final latents. With --sparse it compares every tail with sample.ode_calls=sparse, too.
 Nothing is kept. With --json the last line of stdout is one JSON object.
 Exit code: 0, or 2 for a setting that cannot work.
 """
@@ -35,6 +35,7 @@ PARSER.add_argument("--groups", type=int, default=4, help="groups sampled on eve
 PARSER.add_argument("--tails", type=int, nargs="+", default=[], metavar="STEPS", help="tails to compare")
 words_of_against = "compare with so many second-order steps in place of all of the schedule; 32 are the ODE"
 PARSER.add_argument("--against", type=int, default=0, metavar="STEPS", help=words_of_against)
+PARSER.add_argument("--sparse", action="store_true", help="compare these tails with sparse calls, too")
 PARSER.add_argument("--json", action="store_true", help="print one JSON object on the last line")
 if __name__ == "__main__":
     answer_at_once(PARSER)  # now: what follows takes seconds to import
@@ -98,32 +99,34 @@ def compare_tails(trainer: Trainer, asked: argparse.Namespace) -> list[dict[str,
     One entry per reward and way: its mean over `asked.groups` groups a rank, of as many scenes as there are, that of
     the reference, and how far the two rank copies alike.
     """
-    groups, reference = asked.groups, (asked.against, 0.0)
+    groups, reference = asked.groups, (asked.against, False, 0.0)
     collector, data, world = trainer.collector, trainer.training_data, trainer.world
     floors, flat = collector.rewards.floors, trainer.reward.flat_eps
-    found: dict[tuple[int, float], dict[str, Tensor]] = {}
+    found: dict[tuple[int, bool, float], dict[str, Tensor]] = {}
     order = held_out_indices(data, len(data))
     first = world.data.rank * groups
     gids = [order[number % len(order)] for number in range(first, first + groups)]
-    controls = [(asked.against, noise) for noise in NOISES]
-    for tail, noise in [reference, *((tail, 0.0) for tail in asked.tails), *controls] if asked.tails else []:
+    controls = [(asked.against, False, noise) for noise in NOISES]
+    ways = [(tail, sparse, 0.0) for sparse in (False, True)[: 1 + asked.sparse] for tail in asked.tails]
+    for tail, sparse, noise in dict.fromkeys([reference, *ways, *controls]) if asked.tails else []:
         levels = tail_levels(collector.sampling.sigmas, tail) if tail else None
-        sampling = dataclasses.replace(collector.sampling, tails=levels, record=False)
+        sampling = dataclasses.replace(collector.sampling, tails=levels, sparse=sparse, record=False)
         parts = [sample_group(collector, data, sampling, gid, noise) for gid in gids]
         own = {name: world.data.all_gather(torch.stack([one[name] for one in parts])) for name in parts[0]}
-        found[tail, noise] = own
+        found[tail, sparse, noise] = own
     return [
         {
             "reward": name,
             "tail_steps": tail,
+            "sparse": sparse,
             "noise": noise,
             "mean": float(values.nanmean()),
             "mean_of_reference": float(found[reference][name].nanmean()),
             **dataclasses.asdict(certificate := certify(values, found[reference][name], max(floors[name], flat))),
             "holds": certificate.holds,
         }
-        for (tail, noise), rewards in found.items()
-        if (tail, noise) != reference
+        for (tail, sparse, noise), rewards in found.items()
+        if (tail, sparse, noise) != reference
         for name, values in rewards.items()
     ]
 
@@ -147,13 +150,15 @@ def show(found: dict[str, Any], asked: argparse.Namespace) -> None:
     if found["tails"]:
         against = f"with {asked.against} steps" if asked.against else "with all steps"
         head = ["reward", "tail", "mean", against, "correlation in a group", "5 % bound"]
-        head += ["best and worst found", "groups", "holds"]
+        head += ["best and worst found", "pooled", "groups", "holds"]
         rows = [
             [
                 row["reward"],
-                f"{row['tail_steps'] or 'all'}" + (f", noise {row['noise']:g}" if row["noise"] else ""),
+                f"{row['tail_steps'] or 'all'}"
+                + ", sparse" * row["sparse"]
+                + (f", noise {row['noise']:g}" if row["noise"] else ""),
                 *cells(row, ".4g", "mean", "mean_of_reference"),
-                *cells(row, ".3f", "correlation", "low", "ends"),
+                *cells(row, ".3f", "correlation", "low", "ends", "pooled"),
                 str(row["groups"]),
                 "yes" if row["holds"] else "no",
             ]

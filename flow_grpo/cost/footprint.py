@@ -6,12 +6,15 @@ the first and the last are identical: networks of one and two blocks are counted
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo.models.fake_policy import FakeAdapter, fake_transformer
 from flow_grpo.models.networks.recomputation import set_checkpointing
+from flow_grpo.models.networks.sparse_walk import SparseWalk
 from flow_grpo.models.video_model import VideoModel
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.device import DTYPES
@@ -60,11 +64,43 @@ def footprint(
     return Footprint(**(total | {name: two[name] for name in ("block_bytes", "forward_bytes")}))
 
 
-def count_network(
+@dataclasses.dataclass(frozen=True)
+class SparseFootprint:
+    """Costs of calls that are approximate (`models/networks/sparse_walk.py`), on B rows."""
+
+    renewing_flops: int  # of a call that computes the source
+    keeping_flops: int  # of one that does not
+    kept_bytes: int  # the source's tokens before every block
+
+    def walk(self, calls: int) -> int:
+        """Return the operations of so many consecutive calls: the first, the last and every second one renews."""
+        renewing = calls // 2 + 1 if calls else 0
+        return renewing * self.renewing_flops + (calls - renewing) * self.keeping_flops
+
+
+def sparse_footprint(
+    video_model: VideoModel, config: Mapping[str, Any], latent_shape: Latents, model: ModelConfig, *, rows: int
+) -> SparseFootprint:
+    """Return the costs of approximate calls; the arguments are those of `footprint`."""
+    counts = []
+    for layers in (1, 2):
+        with _fake_call(video_model, {**config, "num_layers": layers}, latent_shape, model, rows) as (network, call):
+            walk, flops = SparseWalk(3, at_once=sys.maxsize), []  # the operations are the same
+            with walk.on(network):
+                for _ in range(2):
+                    walk.begin_call(rows)
+                    flops.append(operations(torch.no_grad()(call)))
+        counts.append((*flops, sum(tokens.nbytes for tokens in walk.before.values())))
+    one, two = counts
+    total = [first + (config["num_layers"] - 1) * (second - first) for first, second in zip(one, two, strict=True)]
+    return SparseFootprint(*total)
+
+
+@contextlib.contextmanager
+def _fake_call(
     video_model: VideoModel, config: Mapping[str, Any], latent_shape: Latents, model: ModelConfig, rows: int
-) -> dict[str, int]:
-    """Return the fields of `Footprint` by name, counted on the whole network."""
-    recomputes, keeps_attention = model.checkpointing != "none", model.checkpointing == "keep_attention"
+) -> Iterator[tuple[WanTransformer3DModel, Callable[[], Tensor]]]:
+    """Context manager in which the network is fake; it gives the network and a call of it."""
     dtype = DTYPES[model.dtype]
     with FakeTensorMode():
         network = fake_transformer(video_model, config, model)
@@ -77,9 +113,16 @@ def count_network(
             with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
                 return video_model.call(network, latents, timesteps, prompts, inputs)
 
-        def forward() -> None:
-            with torch.no_grad():
-                call()
+        yield network, call
+
+
+def count_network(
+    video_model: VideoModel, config: Mapping[str, Any], latent_shape: Latents, model: ModelConfig, rows: int
+) -> dict[str, int]:
+    """Return the fields of `Footprint` by name, counted on the whole network."""
+    recomputes, keeps_attention = model.checkpointing != "none", model.checkpointing == "keep_attention"
+    with _fake_call(video_model, config, latent_shape, model, rows) as (network, call):
+        forward = torch.no_grad()(call)
 
         def forward_and_backward() -> None:
             call().sum().backward()

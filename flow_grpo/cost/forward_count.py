@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flow_grpo.cost.plan import counted
+from flow_grpo.cost.plan import counted, counted_sparse
 from flow_grpo.models.registry import is_video_model, video_model
 from flow_grpo.runtime import device as device_api
 from flow_grpo.settings.schema import Config
@@ -25,9 +25,9 @@ class ForwardCount:
     def __init__(self, network: nn.Module, config: Config, device: torch.device) -> None:
         self._config, self._device, kind = config, device, config.model.kind
         self._videos = video_model(kind).videos if is_video_model(kind) else 0
-        # Rows since the mark, by their shape and whether they have a backward; recomputation is no call.
-        self._rows: Counter[tuple[tuple[int, ...], bool]] = Counter()
-        network.register_forward_pre_hook(self._count)
+        # Rows since the mark, by their shape and what of a call they took; recomputation is no call.
+        self._rows: Counter[tuple[tuple[int, ...], str]] = Counter()
+        network.register_forward_hook(self._count)
 
     def mark(self) -> None:
         """Let `since_mark` count from here on."""
@@ -36,14 +36,19 @@ class ForwardCount:
     def since_mark(self) -> tuple[float, float]:
         """Return forward-equivalents and operations on this rank, of these without recomputation; 0 if not known."""
         forwards = operations = 0.0
-        for (shape, training), rows in self._rows.items():
+        for (shape, kind), rows in self._rows.items():
+            training = kind == "training"
             if not self._videos:
                 recomputes = self._config.model.checkpointing != "none"
                 forwards += rows * (3.0 + recomputes if training else 1.0)
                 continue
             channels, frames, height, width = shape  # of the latents, source included
-            cost = counted(self._config.model, (channels, frames // self._videos, height, width), 1)
+            latents = channels, frames // self._videos, height, width
+            cost = counted(self._config.model, latents, 1)
             needed = cost.train_flops if training else cost.forward_flops
+            if kind in {"renewing", "keeping"}:
+                sparse = counted_sparse(self._config.model, latents, 1)
+                needed = sparse.renewing_flops if kind == "renewing" else sparse.keeping_flops
             operations += rows * needed
             forwards += rows * (needed + cost.recomputed_flops * training) / cost.forward_flops
         return forwards, operations
@@ -54,5 +59,8 @@ class ForwardCount:
         asked, dtype = 1e12 * self._config.device_tflops, device_api.DTYPES[self._config.model.dtype]
         return asked or device_api.matrix_rate(self._device, dtype)
 
-    def _count(self, _: nn.Module, arguments: tuple[Any, ...]) -> None:
-        self._rows[tuple(arguments[0].shape[1:]), torch.is_grad_enabled()] += len(arguments[0])
+    def _count(self, network: nn.Module, arguments: tuple[Any, ...], _: Any) -> None:
+        kind, walk = "training" if torch.is_grad_enabled() else "exact", getattr(network, "walk", None)
+        if walk is not None:
+            kind = "renewing" if walk.renewing else "keeping"
+        self._rows[tuple(arguments[0].shape[1:]), kind] += len(arguments[0])

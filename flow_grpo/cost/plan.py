@@ -18,9 +18,9 @@ from safetensors import safe_open
 
 from flow_grpo.cost import CORES
 from flow_grpo.cost.codec_cost import codec_cost, decoding_peak, rate_beside_transformer, settings_of
-from flow_grpo.cost.footprint import Footprint, Latents, footprint
+from flow_grpo.cost.footprint import Footprint, Latents, SparseFootprint, footprint, sparse_footprint
 from flow_grpo.cost.reward_seconds import reward_seconds
-from flow_grpo.cost.round_steps import round_steps, sample_steps, steps_after
+from flow_grpo.cost.round_steps import Walk, round_steps, sample_steps, steps_after
 from flow_grpo.models.fake_policy import transformer_config
 from flow_grpo.models.registry import video_model
 from flow_grpo.runtime.device import DTYPES
@@ -34,6 +34,8 @@ from flow_grpo.settings.values import parse_bucket
 TEXT_ENCODER_PARAMETERS, CODEC_PARAMETERS, DECODER_PARAMETERS = 5_680_910_336, 126_892_531, 73_295_603
 IMAGE_ENCODER_PARAMETERS = 630_766_080  # CLIP ViT-H/14's vision tower, of models that have one
 GIB = 2**30
+_LORA = ("lora_rank", "lora_targets", "lora_full_modules")
+_COUNTED = ("kind", "path", "dtype", "trained", *_LORA, "checkpointing", "max_prompt_tokens")
 LINK = 25e9  # bytes a second that a rank sends: a port of 200 Gbit/s
 
 
@@ -105,7 +107,12 @@ def make_plan(config: Config, devices: int, rate: float, cores: int = CORES) -> 
     rollout, update = (counted(model, latents, rows * copies) for rows in (sample.train_batch_size, micro))
     forward_flops = rollout.forward_flops / sample.train_batch_size
     calls, replays = rollout_calls(config), _replays(config)
-    steps, waited_for = round_steps(config, devices // sharing)
+    walk: Walk = float
+    kept_bytes = 0
+    if sample.ode_calls == "sparse":
+        sparse = counted_sparse(model, latents, sample.train_batch_size * copies)
+        walk, kept_bytes = (lambda calls: sparse.walk(calls) / rollout.forward_flops), sparse.kept_bytes
+    steps, waited_for = round_steps(config, devices // sharing, walk)
     update_flops = update.train_flops + update.recomputed_flops
     update_flops += traits_of(config).forwards(config) * update.forward_flops
     held = sample.expanded_batch_size
@@ -121,6 +128,7 @@ def make_plan(config: Config, devices: int, rate: float, cores: int = CORES) -> 
     }
     seconds["reward_s"] = _rewards_waited_for(config, most, cores, seconds["rollout_s"])
     memory = _memory(config, devices, update, rollout, latents, decoding_peak(model, latents, most))
+    memory["rollout_gib"] += kept_bytes
     sent = _sent(config, devices, update, latents, calls, steps)
     seconds["sent_s"] = sum(sent.values()) / LINK
     epoch_s = sum(seconds.values())
@@ -187,9 +195,17 @@ def _evaluation(config: Config, ranks: int, cores: int, forward_s: float, encode
 # Counting runs the networks' code on fake tensors, which takes seconds: plans of one recipe differ in arithmetic only.
 def counted(model: ModelConfig, latents: Latents, rows: int) -> Footprint:
     """Return the costs of a call of the transformer, each of which is counted once."""
-    lora = ("lora_rank", "lora_targets", "lora_full_modules")
-    names = ("kind", "path", "dtype", "trained", *lora, "checkpointing", "max_prompt_tokens")
-    return _footprint(settings_of(model, *names), latents, rows)
+    return _footprint(settings_of(model, *_COUNTED), latents, rows)
+
+
+def counted_sparse(model: ModelConfig, latents: Latents, rows: int) -> SparseFootprint:
+    """Return those of approximate calls likewise."""
+    return _sparse_footprint(settings_of(model, *_COUNTED), latents, rows)
+
+
+@functools.cache
+def _sparse_footprint(model: ModelConfig, latents: Latents, rows: int) -> SparseFootprint:
+    return sparse_footprint(video_model(model.kind), _transformer(model), latents, model, rows=rows)
 
 
 @functools.cache
@@ -216,7 +232,7 @@ def rollout_calls(config: Config) -> int:
     blocks = sampling_of(config).blocks
     shared = math.ceil(sample.expanded_batch_size / sample.k / sample.train_batch_size)  # with full calls of groups
     until = (shared if sample.share_prefix else batches) * (blocks[-1][0] + 1)
-    return until + batches * steps_after(config, blocks[0])
+    return until + batches * int(steps_after(config, blocks[0]))
 
 
 def _sent(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import torch
 from torch import Tensor
 
 from flow_grpo.maths.bootstrap import mean_interval
@@ -28,6 +29,7 @@ class Certificate:
     low: float  # its 5 % bound, by bootstrap over the groups
     high: float  # its 95 % bound
     ends: float  # share of the groups' best and worst copies that the other way finds again, or others as good
+    pooled: float  # correlation of all deviations from their groups' means: those with a wide spread decide
     groups: int  # in which the exact reward ranges over more than its floor
 
     @property
@@ -47,17 +49,23 @@ def certify(values: Tensor, exact: Tensor, floor: float = 0.0) -> Certificate:
     Copies without a value in either are left out. `floor` is the difference that is measuring noise: groups whose exact
     rewards range over no more are flat, teach nothing and are left out, and copies within it are as good as each other.
     """
-    correlations, ends = [], []
+    correlations, ends, deviations = [], [], []
     for own, true in zip(values, exact, strict=True):
         both = own.isfinite() & true.isfinite()
         own, true = own[both], true[both]
         if len(true) < 2 or true.max() - true.min() <= floor:
             continue
         one, other = own - own.mean(), true - true.mean()
-        norm = float(one.norm() * other.norm())
-        correlations.append(float(one @ other) / norm if norm else 0.0)
+        correlations.append(_cosine(one, other))
+        deviations.append(torch.stack([one, other]))
         best, worst = true[own.argmax()] >= true.max() - floor, true[own.argmin()] <= true.min() + floor
         ends += [float(best), float(worst)]
     found = mean_interval(correlations, range(len(correlations)), level=0.9)
     share = math.fsum(ends) / max(1, len(ends))
-    return Certificate(found.mean, found.low, min(found.high, 1.0), share, len(correlations))
+    pooled = _cosine(*torch.cat(deviations, dim=1)) if deviations else math.nan
+    return Certificate(found.mean, found.low, min(found.high, 1.0), share, pooled, len(correlations))
+
+
+def _cosine(one: Tensor, other: Tensor) -> float:
+    norm = float(one.norm() * other.norm())
+    return float(one @ other) / norm if norm else 0.0

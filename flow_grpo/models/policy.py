@@ -88,3 +88,16 @@ class SharesEncodings(Protocol):
     def learn(self, latents: Mapping[str, Tensor]) -> None:
         """Keep what another rank has encoded, by these keys."""
         ...
+
+
+@runtime_checkable
+class Approximates(Protocol):
+    """What a policy may have besides: cheaper calls for steps of a rollout that no update repeats."""
+
+    def approximate(self, calls: int) -> AbstractContextManager[None]:
+        """Context manager in which `velocity` is approximate: `calls` ones along the ODE, of the same rows."""
+        ...
+
+    def attention_kept(self) -> float:
+        """Return the share of attention that such calls kept since this was asked last; NaN without any."""
+        ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from flow_grpo.models.encoders.images import ImageEncoder
 from flow_grpo.models.encoders.texts import TextEncoder
 from flow_grpo.models.files.lora_files import start_from
 from flow_grpo.models.networks.recomputation import set_checkpointing
+from flow_grpo.models.networks.sparse_walk import SparseWalk
 from flow_grpo.models.networks.transformers import BOUNDARY, is_camera_weight, load_transformer
 from flow_grpo.models.video_model import VideoModel
 from flow_grpo.records import Condition, Conditioning, Guidance
@@ -32,6 +34,7 @@ from flow_grpo.runtime.device import DTYPES
 from flow_grpo.runtime.ranks.context_parallel import ContextParallel
 from flow_grpo.runtime.ranks.sharding import local, true_on_any_rank, unwrap
 from flow_grpo.runtime.tensor_store import TensorStore, files_key
+from flow_grpo.settings.errors import refusal
 from flow_grpo.settings.schema import ModelConfig, SampleConfig
 
 TIMESTEPS = 1000.0  # timestep = 1000 * sigma, not rounded to an integer
@@ -154,6 +157,7 @@ class WanPolicy:
 
     _starts_adapted = False  # adapters have an effect before training, so switching them off is not the reference
     boundary_ratio = 0.0  # noise level below which the reference policy answers; `velocity` alone asks it
+    _walk: SparseWalk | None = None  # whose calls are approximate
 
     def __init__(
         self,
@@ -179,6 +183,7 @@ class WanPolicy:
         self.dtype, self._round_timestep = DTYPES[settings.dtype], settings.round_timestep
         self._config: Mapping[str, Any] = networks.transformer.config
         self._reference: list[Tensor] | None = None
+        self._kept: list[Tensor] = []
 
     @classmethod
     def from_config(
@@ -190,6 +195,9 @@ class WanPolicy:
         if model.adapter:
             start_from(networks.transformer, Path(model.adapter))
         apply_compute_settings(networks.transformer, model, device)
+        if sample.ode_calls != "exact" and not hasattr(networks.transformer, "walk"):
+            text = f"must be 'exact' for model.kind={model.kind!r}, which has no source to keep"
+            raise refusal("sample.ode_calls", sample.ode_calls, text)
         guidance = Guidance(sample.guidance_scale, sample.negative_prompt)
         store = TensorStore(Path(model.encodings) if model.encodings else None)
         policy = cls(networks, model, guidance, device, store)
@@ -284,6 +292,8 @@ class WanPolicy:
 
         Rows at levels below `boundary_ratio` are the reference policy's, without gradient.
         """
+        if self._walk:
+            self._walk.begin_call(len(latents))
         if not self.boundary_ratio:
             return self._guided(latents, sigma, conditioning)
         # The one wait for the device in a call. diffusers draws the line likewise: `transformer` at t >= boundary.
@@ -298,29 +308,52 @@ class WanPolicy:
             rows = side.nonzero().flatten() if side.any() else torch.zeros(1, dtype=torch.int64)  # with other ranks
             index = rows.to(latents.device, non_blocking=True)
             with weights:
-                found = self._guided(latents[index], sigma[index], conditioning.rows(rows))
+                found = self._guided(latents[index], sigma[index], conditioning.rows(rows), index[: int(side.sum())])
             velocity = velocity.index_copy(0, index, found) if side.any() else velocity
         return velocity
 
-    def _guided(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+    def _guided(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, own: Tensor | None = None) -> Tensor:
+        # `own` are the rows of the call that these are, if not all; none for one that is made with other ranks.
         if conditioning.guidance_scale == 1.0:
-            return self._forward(latents, sigma, conditioning, conditioning.prompt_embeds)
+            return self._forward(latents, sigma, conditioning, conditioning.prompt_embeds, own)
         negative = conditioning.negative_prompt_embeds
         assert negative is not None, "conditioning was encoded without guidance"
         doubled = Conditioning.concatenate([conditioning, conditioning])
         prompts = torch.cat([conditioning.prompt_embeds, negative])
-        both = self._forward(torch.cat([latents, latents]), torch.cat([sigma, sigma]), doubled, prompts)
+        both = self._forward(torch.cat([latents, latents]), torch.cat([sigma, sigma]), doubled, prompts, own)
         conditional, unconditional = both.chunk(2)
         return unconditional + conditioning.guidance_scale * (conditional - unconditional)
 
-    def _forward(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, prompts: Tensor) -> Tensor:
+    def _forward(
+        self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, prompts: Tensor, own: Tensor | None
+    ) -> Tensor:
         # Only a forward with a backward pass needs the wrapper, which synchronises gradients.
         network = self.module if torch.is_grad_enabled() else unwrap(self.module)
         timestep = TIMESTEPS * sigma
         if self._round_timestep:
             timestep = timestep.bfloat16().float()
-        with device_api.autocast(self.device, self.dtype):
+        walk = self._walk if own is None or len(own) else None
+        walking = walk.on(network, own) if walk else contextlib.nullcontext()
+        with walking, device_api.autocast(self.device, self.dtype):
             return self.model.call(network, latents, timestep, prompts, conditioning.inputs).float()
+
+    @contextlib.contextmanager
+    def approximate(self, calls: int) -> Iterator[None]:
+        """Context manager in which `velocity` is approximate: `calls` consecutive ones along the ODE of the same rows.
+
+        See `SparseWalk`; the network must be one of `VideoToVideoWan`.
+        """
+        self._walk = walk = SparseWalk(calls)
+        try:
+            yield
+        finally:
+            self._walk = None
+            self._kept += walk.kept
+
+    def attention_kept(self) -> float:
+        """Return the share of attention that approximate calls kept since this was asked last; NaN without any."""
+        kept, self._kept = self._kept, []
+        return float(torch.stack(kept).mean()) if kept else math.nan
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return videos (B, 3, T, h, w) fp32 in [0, 1] of clean latents (B, C, F, H, W)."""

@@ -336,6 +336,13 @@ METRICS: tuple[Metric, ...] = (
         "dyn/reward_mean_after", "mean weighted sum of rewards of what was trained on; compare runs by `reward/mean`"
     ),
     Metric("dyn/time", "what the extra rounds and the choice took", "s"),
+    Metric(
+        "tail/attention_kept",
+        "attention that sparse calls keep, `sample.ode_calls`; ranks agree by about as much",
+        "share",
+        (0.8, 1.0),
+        "look at `tail/<reward>`: copies may be ranked otherwise than by exact calls",
+    ),
     Metric("tail/<reward>_low", "the 5 % bound of `tail/<reward>`"),
     Metric(
         "tail/<reward>",

@@ -1,4 +1,4 @@
-"""Does the short tail still rank the copies of a group as all steps of the schedule do? Asked a few times in a run.
+"""Does a short or sparse tail still rank the copies of a group as all steps, computed exactly? Asked now and then.
 
 A round's first batch holds whole groups. Its copies are finished a second time, by all steps, from the latents that
 they had after their stochastic steps, and scored again: the two videos of a copy differ by the tail alone.
@@ -21,6 +21,7 @@ from flow_grpo.maths.certificate import FEW_GROUPS, LEAST_CORRELATION, Certifica
 from flow_grpo.maths.keys import key
 from flow_grpo.records import ScoredBatch
 from flow_grpo.settings.checks import trained_rewards
+from flow_grpo.settings.schema import Config
 
 if TYPE_CHECKING:
     from flow_grpo.run.trainer import Trainer
@@ -56,7 +57,14 @@ def can_ask(trainer: Trainer) -> bool:
     """Return whether there is a short tail after recorded steps, and batches hold whole groups."""
     sampling, sample = trainer.collector.sampling, trainer.config.sample
     whole = sample.layout != "contiguous" or sample.train_batch_size % sample.k == 0
-    return sampling.tails is not None and sampling.record and whole
+    return sampling.approximates and sampling.record and whole
+
+
+def in_knobs(config: Config) -> str:
+    """Return the knobs that make the tail cheaper."""
+    sample = config.sample
+    parts = [f"sample.tail_steps={sample.tail_steps}"] * (sample.tail_steps > 0)
+    return " and ".join([*parts, *[f"sample.ode_calls={sample.ode_calls}"] * (sample.ode_calls != "exact")])
 
 
 def begin(trainer: Trainer) -> None:
@@ -92,11 +100,11 @@ def ask_if_due(trainer: Trainer, batch: ScoredBatch) -> None:
 def _give_up_if_failing(trainer: Trainer, found: Mapping[str, Certificate]) -> None:
     failing = {name: own for name, own in found.items() if own.falls_short}
     if failing:
-        trainer.collector.sampling = dataclasses.replace(trainer.collector.sampling, tails=None)
+        trainer.collector.sampling = trainer.collector.sampling.exact
         trainer.progress.say(
-            f"sample.tail_steps={trainer.config.sample.tail_steps} ranks copies otherwise than all steps, or a reward "
-            f"is not repeatable: correlation {in_words(failing)}, below {LEAST_CORRELATION}. The run goes on with all "
-            "steps, for more forwards. To have a tail again, resume with a longer one: tools/measure_signal.py --tails"
+            f"{in_knobs(trainer.config)} ranks copies otherwise than all steps, or a reward is not repeatable: "
+            f"correlation {in_words(failing)}, below {LEAST_CORRELATION}. The run goes on with all steps, computed "
+            "exactly, for more work. To have a tail again, resume with a longer one: tools/measure_signal.py --tails"
         )
 
 
@@ -114,27 +122,28 @@ def in_words(found: Mapping[str, Certificate]) -> str:
 def finish_by_all_steps(collector: Collector, batch: ScoredBatch, device: torch.device) -> dict[str, Tensor]:
     """Return reward -> (groups, 2, k) values of a round's first batch: as it was finished, and by all steps.
 
-    NaN where a reward has no value, or where all steps are no more calls than the tail's (collective call). `batch` is
+    NaN where a reward has no value, or where the tail is all steps, computed exactly (collective call). `batch` is
     the first of the round's records.
     """
     policy, world, sample, sampling = collector.policy, collector.world, collector.config.sample, collector.sampling
-    rows, exact = slice(0, sample.train_batch_size), dataclasses.replace(sampling, tails=None)
+    rows = slice(0, sample.train_batch_size)
     conditions, own = batch.conditions[rows], batch.samples.rows(rows)
     with world.sync_errors("finishing by all steps"):
         own = own.to(device)
         recorded = own.trajectory
         starts = recorded.steps[:, -1] + 1
-        latents = tail(policy, recorded.states[:, -1], own.conditioning, starts, exact)
+        latents = tail(policy, recorded.states[:, -1], own.conditioning, starts, sampling.exact)
         dealt = world.dealt_rows(0, len(conditions))
         mine = conditions[dealt]
         scored = collector.rewards(decode(policy, mine, latents[dealt]), mine) if mine else {}
     (again,) = share_results([scored], world)
     order = (world.data.all_gather(own.keys) @ torch.tensor([sample.k, 1, 0])).argsort()
-    assert sampling.tails is not None
-    shorter = sampling.tails.shape[1] < len(sampling.sigmas) - starts
+    cheaper = torch.full(starts.shape, sampling.sparse)
+    if sampling.tails is not None:
+        cheaper |= sampling.tails.shape[1] < len(sampling.sigmas) - starts
     found = {}
     for name, second in again.items():
         pair = torch.stack([batch.rewards[name].known[rows], second.known], dim=1)
-        pair[~shorter] = torch.nan
+        pair[~cheaper] = torch.nan
         found[name] = world.data.all_gather(pair)[order].unflatten(0, (-1, sample.k)).mT
     return found

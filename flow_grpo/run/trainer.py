@@ -267,6 +267,7 @@ class Trainer:
         forwards -= self.metrics.get("system/tail_forward_equivalents", 0.0)
         self.state.forward_equivalents += forwards
         self.metrics |= server_metrics(self.collector.rewards.stats(), self.world)
+        self.metrics |= self.collector.attention_kept()
         self.metrics |= {f"system/memory_{name}_gib": gib for name, gib in device_api.memory(self.device).items()}
         self.metrics |= {
             "system/forward_equivalents": self.state.forward_equivalents,

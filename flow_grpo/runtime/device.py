@@ -372,6 +372,11 @@ def chooses_sdpa_kernel(device: torch.device) -> bool:
     return device.type != "npu"
 
 
+def has_flex_attention(device: torch.device) -> bool:
+    """Whether torch's flex attention compiles to a kernel that skips blocks; said of CUDA by its documents."""
+    return device.type == "cuda"
+
+
 def supports_compile(device: torch.device) -> bool:
     """Whether `torch.compile` may be used; the NPU's graph back ends are experimental."""
     return device.type != "npu"

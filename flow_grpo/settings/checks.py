@@ -75,6 +75,12 @@ RULES: tuple[Rule, ...] = (
      "pass --config.sample.share_prefix=false"),
     ("sample.share_prefix", lambda c: c.sample.share_prefix and not c.sample.same_initial_noise,
      "needs copies that share their initial noise", "pass --config.sample.same_initial_noise=true"),
+    ("sample.ode_calls", lambda c: c.sample.ode_calls != "exact" and not traits_of(c).replays_steps,
+     "must be 'exact' with train.objective={train.objective!r}, which learns from the clean samples",
+     "pass --config.sample.ode_calls=exact"),
+    ("sample.ode_calls", lambda c: c.sample.ode_calls != "exact" and c.train.context_parallel > 1,
+     "must be 'exact' while ranks share samples: blocks of keys would be others than on one rank",
+     "pass --config.train.context_parallel=1"),
     ("reward.flat_eps", lambda c: c.reward.gates and c.reward.flat_eps == 0,
      "must be above 0 with reward.gates: copies that fail are put below the others by twice it or twice the "
      "reward's own noise floor, which may be 0", "leave it as it was"),

@@ -37,11 +37,22 @@ class Sampling:
     # (S+1, m+1) fp32 CPU noise levels of a short tail of m second-order steps, by the level it starts from; None
     # follows `sigmas` by first-order steps.
     tails: Tensor | None = None
+    sparse: bool = False  # calls of prefix and tail are approximate
     record: bool = True  # keep the stochastic steps for the update; without, `Trajectory` is empty
     # Calls of the network that every batch makes in its prefix and in its tail, whatever its windows, for a sharded
     # network that all ranks must call equally often; None makes as many as are needed.
     calls: tuple[int, int] | None = None
     window_groups: int = 1  # neighbouring groups with the same window
+
+    @property
+    def approximates(self) -> bool:
+        """Whether something besides the stochastic steps is cheaper than the schedule's steps, computed exactly."""
+        return self.tails is not None or self.sparse
+
+    @property
+    def exact(self) -> Sampling:
+        """The same without that."""
+        return dataclasses.replace(self, tails=None, sparse=False)
 
     def window_of(self, gid: int) -> tuple[int, ...]:
         """Return the stochastic steps of a group, the same on every rank; none where the ODE is sampled."""
@@ -67,6 +78,7 @@ def sampling_of(config: Config) -> Sampling:
         blocks=blocks,
         window_groups=sample.window_groups,
         tails=tail_levels(sigmas, sample.tail_steps) if sample.tail_steps else None,
+        sparse=sample.ode_calls == "sparse",
         record=traits_of(config).replays_steps,
         calls=calls,
     )

@@ -184,6 +184,12 @@ class SampleConfig(Section):
         ge=0,
         le=1000,
     )
+    ode_calls: Literal["exact", "sparse"] = knob(
+        "exact",
+        "network calls of a rollout's steps without noise, which no update repeats: exact | sparse: the source is "
+        "computed in every second one, attention reads half of the blocks of keys and means of the others; a run that "
+        "finds them to rank copies otherwise goes on with exact ones",
+    )
     guidance_scale: Float = knob(
         1.0, "classifier-free guidance of rollout and update; at 1 no second call", ge=1, le=MOST
     )

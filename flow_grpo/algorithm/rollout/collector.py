@@ -16,7 +16,7 @@ from flow_grpo.algorithm.rollout.shared_encodings import share_encodings
 from flow_grpo.algorithm.rollout.shared_step import as_groups, shared_steps
 from flow_grpo.data.dataset import next_batch
 from flow_grpo.data.k_repeat_sampler import DistributedKRepeatSampler
-from flow_grpo.models.policy import Policy
+from flow_grpo.models.policy import Approximates, Policy
 from flow_grpo.records import Condition, Conditioning, RewardResult, Samples, ScoredBatch
 from flow_grpo.rewards.base import RewardSet
 from flow_grpo.runtime.clock import Clock
@@ -120,6 +120,13 @@ class Collector:
                 groups = as_groups(own_sizes, gids, self.config.sample.k, world, phase)
             batches = [dataclasses.replace(b, groups=own) for b, own in zip(batches, groups, strict=True)]
         return tuple(batches)
+
+    def attention_kept(self) -> dict[str, float]:
+        """Return `tail/attention_kept` since it was asked last, mean over ranks (collective call); {} where exact."""
+        if not isinstance(self.policy, Approximates) or not self.sampling.sparse:
+            return {}
+        own = {"tail/attention_kept": self.policy.attention_kept()}
+        return {name: float(values.nanmean()) for name, values in self.world.all.all_gather_scalars(own).items()}
 
     def _encode(
         self, conditions: Sequence[Condition], clock: Clock

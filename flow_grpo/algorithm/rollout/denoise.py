@@ -9,6 +9,7 @@ has no window: the prefix is all there is.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from flow_grpo.maths.keys import generator
 from flow_grpo.maths.multistep import second_order_step
 from flow_grpo.maths.sde import Transition, log_prob, sample, transition
-from flow_grpo.models.policy import Policy
+from flow_grpo.models.policy import Approximates, Policy
 from flow_grpo.records import Condition, Conditioning, Samples, Trajectory
 from flow_grpo.settings.sampling import Sampling
 
@@ -124,17 +125,27 @@ def prefix(policy: Policy, latents: Tensor, conditioning: Conditioning, steps: T
     """
     last = len(sampling.sigmas) - 1
     counts = steps[:, 0] if steps.shape[1] else torch.full((len(latents),), last)
-    levels = sampling.sigmas.expand(len(latents), -1)
-    return _euler(policy, latents, conditioning, levels, counts, sampling.calls and sampling.calls[0])
+    levels, calls = sampling.sigmas.expand(len(latents), -1), sampling.calls and sampling.calls[0]
+    with _walk(policy, sampling, int(counts.max())):
+        return _euler(policy, latents, conditioning, levels, counts, calls)
 
 
 def tail(policy: Policy, latents: Tensor, conditioning: Conditioning, starts: Tensor, sampling: Sampling) -> Tensor:
     """Return clean latents of samples at noise levels `sigmas[starts]`, starts (B,)."""
     if sampling.tails is not None:
-        return _second_order(policy, latents, conditioning, sampling.tails[starts])
+        with _walk(policy, sampling, sampling.tails.shape[1] - 1):
+            return _second_order(policy, latents, conditioning, sampling.tails[starts])
     last = len(sampling.sigmas) - 1
     levels = sampling.sigmas[(starts[:, None] + torch.arange(last + 1)).clamp(max=last)]
-    return _euler(policy, latents, conditioning, levels, last - starts, sampling.calls and sampling.calls[1])
+    with _walk(policy, sampling, last - int(starts.min())):
+        return _euler(policy, latents, conditioning, levels, last - starts, sampling.calls and sampling.calls[1])
+
+
+def _walk(policy: Policy, sampling: Sampling, calls: int) -> contextlib.AbstractContextManager[None]:
+    if not sampling.sparse:
+        return contextlib.nullcontext()
+    assert isinstance(policy, Approximates)  # or it was refused when it was made
+    return policy.approximate(calls)
 
 
 def _euler(

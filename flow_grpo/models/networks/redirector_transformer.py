@@ -68,7 +68,7 @@ class PhaseAttnProcessor:
         queries: int | None = None,
     ) -> Tensor:
         """Return (B, Q, D) for the first Q tokens, of all for None; see `PhaseAttention`."""
-        (cos, sin), share = rotary_emb
+        (cos, sin), share, walk = rotary_emb
         phase_cos, phase_sin = phase_angles(attn.phase_qk(camera), attn.heads, cos.shape[-1])
         # cos(a + b) and sin(a + b): exactly the rotary's own where the phase is zero
         angles = (cos * phase_cos - sin * phase_sin, sin * phase_cos + cos * phase_sin)
@@ -77,7 +77,8 @@ class PhaseAttnProcessor:
         key = share.to_keys(rotate(split_heads(attn.norm_k(attn.to_k(hidden_states)), attn), angles))
         phase_cos, phase_sin = phase_angles(attn.phase_vo(camera), attn.heads, cos.shape[-1])
         value = share.to_keys(rotate(split_heads(attn.to_v(hidden_states), attn), (phase_cos, -phase_sin)))
-        attended = project(share.to_tokens(attend(query, key, value, self._attention_backend)), attn)
+        attended = attend(query, key, value, self._attention_backend, walk)
+        attended = project(share.to_tokens(attended), attn)
         return rotate(split_heads(attended, attn), first((phase_cos, phase_sin), queries)).flatten(2)
 
 

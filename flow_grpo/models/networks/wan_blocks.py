@@ -19,6 +19,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flow_grpo.models.networks.sparse_walk import SparseWalk
 from flow_grpo.runtime.ranks.context_parallel import ContextParallel, Share
 
 Rotary = tuple[Tensor, Tensor]
@@ -26,10 +27,14 @@ Rotary = tuple[Tensor, Tensor]
 
 
 class Positions(NamedTuple):
-    """The rotary angles of this rank's tokens, (1, s, 1, P) cosines and sines, and which tokens these are."""
+    """The rotary angles of this rank's tokens, (1, s, 1, P) cosines and sines, and which tokens these are.
+
+    `walk` is that of an approximate call; None where all is computed exactly.
+    """
 
     angles: Rotary
     share: Share
+    walk: SparseWalk | None = None
 
 
 Network = TypeVar("Network", bound="VideoToVideoWan")
@@ -76,8 +81,11 @@ def split_heads(x: Tensor, attn: Any) -> Tensor:
     return split
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, backend: Any) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, backend: Any, walk: SparseWalk | None = None) -> Tensor:
     """Return the attention (B, Q, heads, head width) of such queries to keys and values (B, S, heads, head width)."""
+    if walk is not None:
+        read: Tensor = walk.attend(query, key, value)
+        return read
     attended: Tensor = dispatch_attention_fn(query, key, value, backend=backend)
     return attended.type_as(query)
 
@@ -109,12 +117,12 @@ class SelfAttnProcessor:
         queries: int | None = None,
     ) -> Tensor:
         """Return the (B, Q, D) output of the first Q tokens of hidden states (B, s, D); of all for None."""
-        angles, share = rotary_emb
+        angles, share, walk = rotary_emb
         query = split_heads(attn.norm_q(attn.to_q(hidden_states[:, :queries])), attn)
         query = share.to_heads(rotate(query, first(angles, queries)))
         key = share.to_keys(rotate(split_heads(attn.norm_k(attn.to_k(hidden_states)), attn), angles))
         value = share.to_keys(split_heads(attn.to_v(hidden_states), attn))
-        return project(share.to_tokens(attend(query, key, value, self._attention_backend)), attn)
+        return project(share.to_tokens(attend(query, key, value, self._attention_backend, walk)), attn)
 
 
 class CameraBlock(WanTransformerBlock):
@@ -177,6 +185,7 @@ class VideoToVideoWan(WanTransformer3DModel):
     camera_encoders: ClassVar[tuple[str, ...]]
     variant: ClassVar[str]
     context = ContextParallel()  # the ranks that share the tokens of a sample
+    walk: SparseWalk | None = None  # of an approximate call
     # The base class's plan of diffusers' own context parallelism would share the tokens but not the camera.
     _cp_plan = None  # type: ignore[assignment]
 
@@ -202,7 +211,7 @@ class VideoToVideoWan(WanTransformer3DModel):
         """Return this rank's positions, of the rotary angles (1, S, 1, P) of all tokens; grid as for `head`."""
         share = self.context.share(grid["h"] * grid["w"])
         cos, sin = map(share.cut, rotary)
-        return Positions((cos, sin), share)
+        return Positions((cos, sin), share, self.walk)
 
     def through_blocks(self, tokens: Tensor, *arguments: Any) -> Tensor:
         """Return the target's tokens after all blocks, (B, s/2, D), of (B, s, D); checkpointed if that is on.
@@ -211,9 +220,12 @@ class VideoToVideoWan(WanTransformer3DModel):
         """
         checkpointing = self.gradient_checkpointing and torch.is_grad_enabled()
         checkpointed: Any = self._gradient_checkpointing_func
-        targets = tokens.shape[1] // 2
-        for block in self.blocks:
-            given = (tokens, *arguments, targets if block is self.blocks[-1] else None)
+        targets, walk = tokens.shape[1] // 2, self.walk
+        for number, block in enumerate(self.blocks):
+            if walk:
+                tokens = walk.complete(number, tokens, targets)
+            alone = block is self.blocks[-1] or (walk and not walk.renewing)
+            given = (tokens, *arguments, targets if alone else None)
             tokens = checkpointed(block, *given) if checkpointing else block(*given)
         return tokens
 

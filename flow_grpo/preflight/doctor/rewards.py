@@ -21,7 +21,7 @@ from flow_grpo.preflight.doctor.findings import Finding, finding
 from flow_grpo.preflight.doctor.probe import planned_keys
 from flow_grpo.records import Condition
 from flow_grpo.rewards.base import RewardSet
-from flow_grpo.run.tail_check import TailRecord, can_ask, finish_by_all_steps, in_words
+from flow_grpo.run.tail_check import TailRecord, can_ask, finish_by_all_steps, in_knobs, in_words
 from flow_grpo.run.trainer import Trainer
 from flow_grpo.settings.checks import largest_weights, weights_where_they_turn
 from flow_grpo.settings.objectives import traits_of
@@ -149,7 +149,7 @@ def examine_signal(trainer: Trainer) -> Iterator[Finding]:
 
 def examine_tail(trainer: Trainer) -> Iterator[Finding]:
     """Check on a few groups that a short tail ranks copies as all steps of the schedule do."""
-    record, tail_steps = TailRecord(), trainer.config.sample.tail_steps
+    record = TailRecord()
     if not can_ask(trainer):
         return
     for _ in range(MOST_ROUNDS):
@@ -159,7 +159,7 @@ def examine_tail(trainer: Trainer) -> Iterator[Finding]:
             break
     warn = "copies are ranked otherwise than by all steps: a run would go on with those; raise sample.tail_steps, see "
     warn += "tools/measure_signal.py --tails"
-    message = f"correlation of sample.tail_steps={tail_steps} with all steps inside groups: {in_words(found)}"
+    message = f"correlation of {in_knobs(trainer.config)} with all steps inside groups: {in_words(found)}"
     yield finding("tail", message, warn=warn if any(own.falls_short for own in found.values()) else "")
 
 
