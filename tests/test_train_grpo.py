@@ -526,7 +526,8 @@ def test_torchrun_says_why_a_knob_is_refused_also_where_rank_0_is_slow(tmp_path)
     assert "config.sample.k: got 0" in line and f"traceback : {line.removeprefix('error: ')}" in done.stderr
 
 
-def test_work_is_counted_as_hooks_on_the_transformer_count_it_and_as_planned(places, tmp_path, monkeypatch):
+@pytest.mark.parametrize("calls", ["exact", "sparse"])
+def test_work_is_counted_as_hooks_on_the_transformer_count_it_and_as_planned(places, tmp_path, monkeypatch, calls):
     rows = {"forward": 0, "backward": 0, "counting": False}
 
     def count(module, _, output):
@@ -548,7 +549,7 @@ def test_work_is_counted_as_hooks_on_the_transformer_count_it_and_as_planned(pla
     changes |= {"sample__sde_window": 1, "sample__tail_steps": 2}
     changes |= {"sample__same_initial_noise": True, "sample__share_prefix": True}
     changes |= {"reward__weights": "target_view=1,target_psnr=1,exposure=1"}  # no group is flat
-    changes |= {"device_tflops": 0.25}
+    changes |= {"device_tflops": 0.25, "sample__ode_calls": calls}
     hook = torch.nn.modules.module.register_module_forward_hook(count)
     try:
         assert train_grpo.main(words(places, tmp_path, doctor="off", **changes)) == 0
@@ -560,7 +561,9 @@ def test_work_is_counted_as_hooks_on_the_transformer_count_it_and_as_planned(pla
     config, _ = read_command_line(words(places, tmp_path, **changes))
     planned = make_plan(config, 1, 1e12)
     assert 2 < planned.update_forwards < 3  # frozen weights have no gradient
-    assert work == pytest.approx(rows["forward"] + (planned.update_forwards - 1) * rows["backward"])
+    called = rows["forward"] + (planned.update_forwards - 1) * rows["backward"]
+    assert (work == pytest.approx(called)) == (calls == "exact")
+    assert ("tail/attention_kept" in row) == (calls == "sparse")
     assert row["system/forward_equivalents_per_sample"] == pytest.approx(planned.forward_equivalents_per_sample)
     operations = work * planned.forward_tflop / 2  # planned with and without prompt
     assert row["system/tflops_per_device"] * row["time/epoch_s"] == pytest.approx(operations)

@@ -77,6 +77,17 @@ def test_shared_steps_a_single_one_and_a_short_tail_are_counted(capsys):
     assert short["sent_prefixes_gib"] == 0
 
 
+def test_sparse_calls_take_six_tenths_of_prefix_and_tail_and_memory_for_the_source(capsys):
+    exact, sparse = (planned(capsys, f"--config.sample.ode_calls={calls}")[1] for calls in ("exact", "sparse"))
+    update = exact["update_forwards"] / 4 + 1 / 4  # with the trained step
+    walks = [found["forward_equivalents_per_sample"] - update for found in (exact, sparse)]
+    assert 0.4 < walks[1] / walks[0] < 0.6
+    assert sparse["rollout_s"] < 0.6 * exact["rollout_s"] and sparse["rollout_calls"] == exact["rollout_calls"]
+    kept = 30 * 2 * 32_760 * 1536 * 2  # blocks, rows, tokens of the source, in bf16
+    assert sparse["rollout_gib"] - exact["rollout_gib"] == pytest.approx(kept / 2**30, rel=1e-3)
+    assert sparse["update_gib"] == exact["update_gib"]
+
+
 def test_the_codec_counted_by_its_first_frames_is_the_codec_counted_whole():
     config = load_config(f"{ROOT}/config/grpo.py:tiny_recam", ["--config.data.num_frames=9"])
     policy, size = FakePolicy(config), planning.largest_size(config)

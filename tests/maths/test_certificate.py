@@ -56,7 +56,7 @@ def test_flat_groups_are_left_out_and_a_way_that_makes_all_copies_equal_agrees_i
     [({}, True), ({"low": 0.89}, False), ({"ends": 0.79}, False), ({"groups": LEAST_GROUPS - 1}, False)],
 )
 def test_a_certificate_holds_by_its_bound_its_ends_and_enough_groups(change, holds) -> None:
-    numbers = {"correlation": 0.95, "low": 0.9, "high": 0.97, "ends": 0.8, "groups": LEAST_GROUPS}
+    numbers = {"correlation": 0.95, "low": 0.9, "high": 0.97, "ends": 0.8, "pooled": 0.9, "groups": LEAST_GROUPS}
     assert Certificate(**numbers | change).holds == holds
 
 

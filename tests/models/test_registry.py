@@ -49,6 +49,9 @@ def test_a_policy_may_be_a_class_of_the_user_s_own_which_no_plan_can_be_made_of(
     split = load_config(TINY, ["--config.model.kind=my_models.py:MyPolicy", "--config.model.boundary_ratio=0.1"])
     with pytest.raises(ConfigError, match=r"boundary_ratio: got 0\.1, must be 0 for MyPolicy, .* without an attribute"):
         registry.build_policy(split, CPU)
+    sparse = dataclasses.replace(config, sample=dataclasses.replace(config.sample, ode_calls="sparse"))
+    with pytest.raises(ConfigError, match=r"ode_calls: got 'sparse', must be 'exact' for MyPolicy, .* method approx"):
+        registry.build_policy(sparse, CPU)
     with pytest.raises(ConfigError, match=r"makes a policy of its own, .* sampled from is only a VideoModel"):
         FakePolicy(config)
 

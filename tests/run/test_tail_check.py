@@ -63,7 +63,7 @@ def test_a_tail_that_ranks_copies_otherwise_is_left_and_so_by_a_resumed_run(tmp_
     trainer = short_tailed(make_trainer(tmp_path, World()))
     trainer.train()
     trainer.save()
-    assert trainer.collector.sampling.tails is None
+    assert not trainer.collector.sampling.approximates
     assert "sample.tail_steps=0 ranks copies otherwise than all steps" in capsys.readouterr().out
     newest = checkpoint.published(tmp_path / "checkpoints")[-1]
     for seed, kept in ((1, {"brightness": values[9:]}), (2, {})):  # of other samples nothing is known

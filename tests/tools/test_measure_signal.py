@@ -16,12 +16,15 @@ def test_the_tool_prints_spreads_steps_and_what_a_short_tail_changes(one_batch, 
     monkeypatch.setattr(measure_signal, "certify", lambda values, exact, _: certify(values, exact))  # hardly a spread
     knobs = one_batch | {"reward.weights": "target_psnr=1", "train.copies": 0}
     knobs |= {"model.boundary_ratio": 0, "sample.sde_steps": "0,1,2,3,4,5"}
-    assert measure_signal.main(command(knobs, "--groups", "2", "--tails", "1", "8", "--json")) == 0
+    assert measure_signal.main(command(knobs, "--groups", "2", "--tails", "1", "8", "--sparse", "--json")) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert 0 < found["rewards"]["target_psnr"]["shared"] < 10
     assert [step["step"] for step in found["steps"]] == [0, 1, 2, 3, 4, 5]
-    one, eight, *controls = found["tails"]
+    one, eight, *sparse, _, _, _ = found["tails"]
+    controls = found["tails"][-3:]
     assert (one["tail_steps"], eight["tail_steps"]) == (1, 8)
+    assert [(row["tail_steps"], row["sparse"]) for row in sparse] == [(1, True), (8, True)]
+    assert eight["pooled"] > 0.9 and sparse[1]["mean"] != eight["mean"]
     assert one["mean_of_reference"] == eight["mean_of_reference"]
     assert abs(eight["mean"] - eight["mean_of_reference"]) < abs(one["mean"] - one["mean_of_reference"])
     assert eight["correlation"] > 0.9 and eight["groups"] == 2 and not eight["holds"]  # of 24
