@@ -111,5 +111,3 @@ def test_a_rollout_is_approximate_before_and_behind_its_window_and_exact_in_it()
     gaussian = step_transition(made, states[:, 0], encoded, found.trajectory.steps[:, 0], sampling)
     assert torch.equal(log_prob(states[:, 1], gaussian), found.trajectory.log_probs[:, 0])
     assert 0.4 < made.attention_kept() < 1
-
-

@@ -71,7 +71,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         (f"train.sharding=fsdp2 {REBALANCE}", ["dynamic_sampling.policy: got 'rebalance'", "policy=pad"]),
         ("eval.split=tune", ["eval.split: got 'tune'", "data.tune_scenes is 0", "data.tune_scenes=16"]),
         ("distributed.silent_s=5400", ["distributed.control_s: got 3600", "1.5 x", "control_s=8100"]),
-        ("train.objective=forward sample.ode_calls=sparse", ["sample.ode_calls: got 'sparse'", "clean samples", "=exact"]),
+        ("train.objective=forward sample.ode_calls=sparse", ["ode_calls: got 'sparse'", "clean samples", "=exact"]),
         ("sample.ode_calls=sparse train.context_parallel=2", ["ode_calls: got 'sparse'", "context_parallel=1"]),
         ("reward.weights=target_view=0", ["reward.weights: got {'target_view': 0.0}", "nothing to learn"]),
         ("reward.weights=", ["reward.weights: got {}", "nothing to learn"]),
