@@ -359,6 +359,10 @@ class WanPolicy:
         """Return videos (B, 3, T, h, w) fp32 in [0, 1] of clean latents (B, C, F, H, W)."""
         return self.codec.decode(latents)
 
+    def decode_for_rewards(self, latents: Tensor) -> Tensor:
+        """Return the same by `model.reward_decoder`, if there is one."""
+        return self.codec.decode_for_rewards(latents)
+
     @contextlib.contextmanager
     def reference(self) -> Iterator[None]:
         """Context manager, without gradients, in which `velocity` is the policy's before training at every level.

@@ -55,15 +55,19 @@ class TailRecord:
 
 def can_ask(trainer: Trainer) -> bool:
     """Return whether there is a short tail after recorded steps, and batches hold whole groups."""
-    sampling, sample = trainer.collector.sampling, trainer.config.sample
+    collector, sample = trainer.collector, trainer.config.sample
     whole = sample.layout != "contiguous" or sample.train_batch_size % sample.k == 0
-    return sampling.approximates and sampling.record and whole
+    return collector.approximates and collector.sampling.record and whole
 
 
 def in_knobs(config: Config) -> str:
     """Return the knobs that make the tail cheaper."""
-    sparse = f" and sample.ode_calls={config.sample.ode_calls}" if config.sample.ode_calls != "exact" else ""
-    return f"sample.tail_steps={config.sample.tail_steps}{sparse}"
+    parts = [f"sample.tail_steps={config.sample.tail_steps}"]
+    if config.sample.ode_calls != "exact":
+        parts.append(f"sample.ode_calls={config.sample.ode_calls}")
+    if config.model.reward_decoder:
+        parts.append("model.reward_decoder")
+    return " with ".join(parts)
 
 
 def begin(trainer: Trainer) -> None:
@@ -99,11 +103,12 @@ def ask_if_due(trainer: Trainer, batch: ScoredBatch) -> None:
 def _give_up_if_failing(trainer: Trainer, found: Mapping[str, Certificate]) -> None:
     failing = {name: own for name, own in found.items() if own.falls_short}
     if failing:
-        trainer.collector.sampling = trainer.collector.sampling.exact
+        trainer.collector.be_exact()
         trainer.progress.say(
             f"{in_knobs(trainer.config)} ranks copies otherwise than all steps, or a reward is not repeatable: "
             f"correlation {in_words(failing)}, below {LEAST_CORRELATION}. The run goes on with all steps, computed "
-            "exactly, for more work. To have a tail again, resume with a longer one: tools/measure_signal.py --tails"
+            "and decoded exactly, for more work. To have a tail again, resume with a longer one: "
+            "tools/measure_signal.py --tails"
         )
 
 
@@ -137,7 +142,7 @@ def finish_by_all_steps(collector: Collector, batch: ScoredBatch, device: torch.
         scored = collector.rewards(decode(policy, mine, latents[dealt]), mine) if mine else {}
     (again,) = share_results([scored], world)
     order = (world.data.all_gather(own.keys) @ torch.tensor([sample.k, 1, 0])).argsort()
-    cheaper = torch.full(starts.shape, sampling.sparse)
+    cheaper = torch.full(starts.shape, sampling.sparse or collector.small_decoder)
     if sampling.tails is not None:
         cheaper |= sampling.tails.shape[1] < len(sampling.sigmas) - starts
     found = {}

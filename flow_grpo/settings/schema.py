@@ -146,6 +146,11 @@ class ModelConfig(Section):
         "the codec's numbers: fp32 | fp32 with rounded convolutions on CUDA (TF32) and NPU (HF32), on an H100 three "
         "times as fast and 0.1 % off | bf16, five times as fast and 2 % off",
     )
+    reward_decoder: Place = knob(
+        "",
+        "file of a small decoder (taehv's layout, such as taew2_1.safetensors) for the videos that training scores; "
+        "evaluation decodes in full, and so does a run that finds it to rank copies otherwise",
+    )
     offload: Bool = knob(False, "keep codec, text encoder and reference weights in CPU memory while they are unused")
     attention_backend: Text = knob("native", "attention kernel by its name in diffusers, in rollout and update")
     compile: Bool = knob(False, "torch.compile the blocks where possible; in bf16 needs train.old_log_prob='detach'")

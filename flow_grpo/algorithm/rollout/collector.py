@@ -62,6 +62,18 @@ class Collector:
     world: World
     on_batch: Callable[[int], None] = lambda _: None  # gets the number of samples after every batch, for progress
 
+    def __post_init__(self) -> None:
+        self.small_decoder = bool(self.config.model.reward_decoder)  # decodes what is scored, until it is given up
+
+    @property
+    def approximates(self) -> bool:
+        """Whether prefix, tail or decoder are cheaper than exact ones."""
+        return self.sampling.approximates or self.small_decoder
+
+    def be_exact(self) -> None:
+        """Go on with all steps of the schedule, computed exactly, and the full decoder."""
+        self.sampling, self.small_decoder = self.sampling.exact, False
+
     def collect(self, clock: Clock, phase: str = "sampling") -> tuple[ScoredBatch, ...]:
         """Return this rank's scored samples of the next round, one batch per video size (collective call).
 
@@ -98,8 +110,8 @@ class Collector:
                     world,
                     phase,
                 )
-        overlap = self.config.reward.overlap
-        with ScoringQueue(self.policy, self.rewards, clock, world, overlap=overlap).open() as queue:
+        scoring = {"overlap": self.config.reward.overlap, "small": self.small_decoder}
+        with ScoringQueue(self.policy, self.rewards, clock, world, **scoring).open() as queue:
             with world.sync_errors(phase):
                 queue.prepare([conditions for _, conditions, _ in encoded])
                 sampled = []

@@ -31,16 +31,17 @@ Scored: TypeAlias = tuple[dict[str, RewardResult], float]  # reward name -> resu
 
 
 @torch.no_grad()
-def decode(policy: Policy, conditions: Sequence[Condition], latents: Tensor) -> Tensor:
+def decode(policy: Policy, conditions: Sequence[Condition], latents: Tensor, *, small: bool = False) -> Tensor:
     """Return the videos (B, 3, T, h, w) CPU fp32 in [0, 1] of final latents (B, C, F, H, W).
 
-    A batch that the device has no memory for is decoded in halves.
+    A batch that the device has no memory for is decoded in halves. With `small` the policy's decoder for rewards does
+    it.
 
     Raises:
         RuntimeError: there is no memory for a single video.
         InputError: the videos have another size than their conditions ask for.
     """
-    videos = _decode_in_halves(policy, latents)
+    videos = _decode_in_halves(policy.decode_for_rewards if small else policy.decode, latents)  # type: ignore[attr-defined]
     wanted = (len(conditions), 3, *conditions[0].size)
     if tuple(videos.shape) != wanted:
         raise InputError(
@@ -50,9 +51,9 @@ def decode(policy: Policy, conditions: Sequence[Condition], latents: Tensor) -> 
     return videos
 
 
-def _decode_in_halves(policy: Policy, latents: Tensor) -> Tensor:
+def _decode_in_halves(decoder: Callable[[Tensor], Tensor], latents: Tensor) -> Tensor:
     try:
-        return policy.decode(latents).float().cpu()
+        return decoder(latents).float().cpu()
     except RuntimeError as error:
         if not device_api.is_out_of_memory(error):
             raise
@@ -64,7 +65,7 @@ def _decode_in_halves(policy: Policy, latents: Tensor) -> Tensor:
     # Outside the except block: until then the error's traceback holds the failed call's tensors.
     device_api.empty_cache(latents.device)
     logger.warning("no memory to decode %d videos at once: decoding them in halves", len(latents))
-    return torch.cat([_decode_in_halves(policy, half) for half in latents.chunk(2)])
+    return torch.cat([_decode_in_halves(decoder, half) for half in latents.chunk(2)])
 
 
 @dataclasses.dataclass
@@ -81,6 +82,7 @@ class ScoringQueue:
     clock: Clock  # counts the seconds spent waiting as "score", and those hidden behind sampling
     world: World  # who takes part; rows that are dealt to another rank with the same samples are left to it
     overlap: bool  # measure while sampling continues
+    small: bool = False  # by the policy's decoder for rewards
 
     def __post_init__(self) -> None:
         self._jobs: list[Callable[[], Future[Scored]]] = []  # of the batches, started by the first call
@@ -135,7 +137,7 @@ class ScoringQueue:
         conditions, latents = conditions[rows], latents[rows]
         if not conditions:
             return self._thread.submit(lambda: ({}, 0.0))
-        decoded: Callable[[], Tensor] = functools.partial(decode, self.policy, conditions, latents)
+        decoded: Callable[[], Tensor] = functools.partial(decode, self.policy, conditions, latents, small=self.small)
         if latents.device.type != "cpu":
             with self.clock.phase("score"):
                 decoded = _called(decoded)

@@ -16,6 +16,7 @@ from einops import rearrange
 from safetensors import safe_open
 from torch import Tensor
 
+from flow_grpo.models.encoders.small_decoder import SmallDecoder
 from flow_grpo.models.files.model_files import check_component, check_finite, read_statistics, stored_shapes, summarize
 from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.tensor_store import files_key
@@ -68,6 +69,7 @@ class Codec:
         self._open_half, self._settings, self._device = open_half, settings, device
         self._dtype = NETWORK_DTYPE[settings.vae_dtype]
         self._halves: dict[Half, AutoencoderKLWan] = {}
+        self._small = self._open_small(Path(settings.reward_decoder)) if settings.reward_decoder else None
         channels = (1, -1, 1, 1, 1)
         self._mean = torch.tensor(config["latents_mean"], device=device).view(channels)
         self._std = torch.tensor(config["latents_std"], device=device).view(channels)
@@ -107,6 +109,25 @@ class Codec:
             given = (latents.float() * self._std + self._mean).to(self._dtype)
             decoded: Tensor = network.decode(given, return_dict=False)[0].float()
         return (0.5 + 0.5 * decoded).clamp(0.0, 1.0)
+
+    @torch.no_grad()
+    def decode_for_rewards(self, latents: Tensor) -> Tensor:
+        """Return the same by the small decoder `model.reward_decoder`, if there is one."""
+        if self._small is None:
+            return self.decode(latents)
+        with device_api.visiting(self._small, self._device, stays=not self._settings.offload):
+            decoded: Tensor = self._small(latents.to(self._dtype)).float()
+        return decoded.clamp(0.0, 1.0)
+
+    def _open_small(self, file: Path) -> SmallDecoder:
+        small = SmallDecoder.from_file(file, self._dtype)
+        wanted = self.config["z_dim"], self.temporal, self.spatial
+        if (given := (small.latent_channels, small.temporal, small.spatial)) != wanted:
+            raise ValueError(
+                f"model.reward_decoder {str(file)!r} is for latents of (channels, frames, pixels) {given}, must be for "
+                f"{wanted}, those of the codec; give the decoder of this model's codec"
+            )
+        return small
 
     @contextlib.contextmanager
     def _ready(self, half: Half) -> Iterator[AutoencoderKLWan]:
