@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo.cost.footprint import Latents, peak_bytes
+from flow_grpo.models.encoders.codec import Codec
+from flow_grpo.models.encoders.small_decoder import PUBLISHED_WIDTHS, STAGES, SmallDecoder
 from flow_grpo.models.fake_policy import FakePolicy
 from flow_grpo.settings.schema import Config, ModelConfig
 
@@ -25,11 +28,12 @@ class CodecCost:
     latents: Latents  # of it
     encode_flops: float
     decode_flops: float
+    reward_flops: float  # of decoding one that training scores
 
 
 def codec_cost(model: ModelConfig, size: tuple[int, int, int]) -> CodecCost:
     """Return the costs of a video of (frames, rows, columns); each is counted once."""
-    return _codec_cost(settings_of(model, "kind", "path"), size)
+    return _codec_cost(settings_of(model, "kind", "path", "reward_decoder"), size)
 
 
 def decoding_peak(model: ModelConfig, latents: Latents, rows: int) -> float:
@@ -59,7 +63,7 @@ def settings_of(model: ModelConfig, *names: str) -> ModelConfig:
 
 @functools.cache
 def _codec_cost(model: ModelConfig, size: tuple[int, int, int]) -> CodecCost:
-    policy = FakePolicy(dataclasses.replace(Config(), model=model))
+    policy = FakePolicy(dataclasses.replace(Config(), model=dataclasses.replace(model, reward_decoder="")))
     frames, *pixels = size
     latents = channels, latent_frames, *latent_pixels = policy.latent_size(size)
     # The first frame is encoded alone, then four at a time; latent frames are decoded one by one.
@@ -68,7 +72,20 @@ def _codec_cost(model: ModelConfig, size: tuple[int, int, int]) -> CodecCost:
         decoding = flops_in_chunks(
             lambda n: policy.decode(torch.empty(1, channels, n, *latent_pixels)), latent_frames, 1
         )
-    return CodecCost(latents, encoding, decoding)
+    reward = decoding
+    if model.reward_decoder:
+        with policy.fake_mode:
+            small = _small_decoder(Path(model.reward_decoder), policy.codec)
+            reward = flops_in_chunks(lambda n: small(torch.empty(1, channels, n, *latent_pixels)), latent_frames, 1)
+    return CodecCost(latents, encoding, decoding, reward)
+
+
+def _small_decoder(file: Path, codec: Codec) -> SmallDecoder:
+    """Return the decoder of a file, or where there is none yet one as wide as those that are published."""
+    if file.is_file():
+        return SmallDecoder.from_file(file, torch.float32)
+    strides = (1, min(2, codec.temporal), max(1, codec.temporal // 2))
+    return SmallDecoder(codec.config["z_dim"], PUBLISHED_WIDTHS, strides, codec.spatial // 2**STAGES)
 
 
 @functools.cache

@@ -52,7 +52,7 @@ class Plan:
     update_forwards: float  # of these an update of one row takes: forward, backward and what is recomputed
     forward_tflop: float  # 1e12 operations of a forward on one sample
     encode_tflop: float  # of encoding one source video
-    decode_tflop: float  # of decoding one sample
+    decode_tflop: float  # of decoding one sample that is scored
     trained_parameters: int
     # Of source videos, each for the first time, at the codec's share of the rate; 0 where `model.encodings` has them.
     encode_s: float
@@ -123,7 +123,7 @@ def make_plan(config: Config, devices: int, rate: float, cores: int = CORES) -> 
     seconds = {
         "encode_s": math.ceil(samples / sample.k / devices) * encode_s,
         "rollout_s": waited_for * forward_flops / rate / sharing,
-        "decode_s": math.ceil(held / sharing) * decode_s,  # samples are dealt
+        "decode_s": math.ceil(held / sharing) * codec.reward_flops / codec_rate,  # samples are dealt
         "update_s": replays * update_flops / rate / sharing,
     }
     seconds["reward_s"] = _rewards_waited_for(config, most, cores, seconds["rollout_s"])
@@ -143,7 +143,7 @@ def make_plan(config: Config, devices: int, rate: float, cores: int = CORES) -> 
         update_forwards=update_flops / forward_flops / micro,
         forward_tflop=forward_flops / 1e12,
         encode_tflop=codec.encode_flops / 1e12,
-        decode_tflop=codec.decode_flops / 1e12,
+        decode_tflop=codec.reward_flops / 1e12,
         trained_parameters=update.trained,
         **seconds,
         epoch_s=epoch_s,

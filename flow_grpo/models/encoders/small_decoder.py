@@ -22,6 +22,7 @@ from flow_grpo.models.files.model_files import check_finite, read_checkpoint, su
 PREFIX = "decoder."
 STAGES = 3  # each doubles height and width; between the first two and behind the second, time may double
 BLOCKS = 3  # of memory in a stage
+PUBLISHED_WIDTHS = (256, 128, 64)
 
 
 class SoftClamp(nn.Module):
