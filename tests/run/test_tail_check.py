@@ -42,6 +42,30 @@ def test_the_second_finish_is_what_a_run_without_a_short_tail_samples_on_any_num
         torch.testing.assert_close(found, own, rtol=0, atol=1e-6, equal_nan=True)
 
 
+class Dimmed(ToyPolicy):
+    """Decodes for rewards at half the brightness of every second copy."""
+
+    def decode_for_rewards(self, latents: torch.Tensor) -> torch.Tensor:
+        scale = torch.tensor([1.0, 0.5]).repeat(len(latents) // 2)
+        return self.decode(latents) * scale[:, None, None, None, None]
+
+
+def test_a_small_decoder_is_compared_with_the_full_one_and_left_with_the_tail() -> None:
+    made = collector(World(), Dimmed(), debug=False, train_batch_size=8)
+    made.small_decoder = True
+    (first,) = made.collect(Clock(torch.device("cpu")))
+    found = finish_by_all_steps(made, first, torch.device("cpu"))["brightness"]
+    full = collector(World(), Dimmed(), debug=False, train_batch_size=8)
+    full.small_decoder = True
+    full.be_exact()
+    (exact,) = full.collect(Clock(torch.device("cpu")))
+    order = (exact.samples.keys[:8] @ torch.tensor([4, 1, 0])).argsort()
+    own, other = (one.rewards["brightness"].values[:8][order].double().view(2, 4) for one in (first, exact))
+    assert made.approximates and not full.approximates and not torch.allclose(own, other)
+    assert torch.equal(found[:, 0], own)
+    torch.testing.assert_close(found[:, 1].float(), other.float())
+
+
 def test_it_is_asked_in_the_first_epoch_and_then_for_less_than_a_hundredth(tmp_path, monkeypatch) -> None:
     counts = []
     for share in (tail_check.SHARE, 1.0):
