@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flow_grpo.models.policy import Approximates, Policy
+from flow_grpo.models.policy import Policy
 from flow_grpo.models.recam import RECAM
 from flow_grpo.models.redirector import REDIRECTOR
 from flow_grpo.models.video_model import VideoModel
@@ -86,12 +86,14 @@ def _make_own(kind: str, make: Any, model: ModelConfig, sample: SampleConfig, de
     if missing := ", ".join(name for name in (*METHODS, "module") if not hasattr(policy, name)):
         text = f"must make a policy, {type(policy).__name__} has no {missing}; see flow_grpo/models/policy.py"
         raise refusal("model.kind", kind, text)
-    if model.boundary_ratio and not hasattr(policy, "boundary_ratio"):
-        text = f"must be 0 for {type(policy).__name__}, a policy of one's own without an attribute boundary_ratio"
-        raise refusal("model.boundary_ratio", model.boundary_ratio, f"{text}; see docs/add_a_model.md")
-    if sample.ode_calls != "exact" and not isinstance(policy, Approximates):
-        text = f"must be 'exact' for {type(policy).__name__}, a policy of one's own without a method approximate"
-        raise refusal("sample.ode_calls", sample.ode_calls, f"{text}; see flow_grpo/models/policy.py")
+    for knob, asked, neutral, attribute in (
+        ("model.boundary_ratio", model.boundary_ratio, 0, "boundary_ratio"),
+        ("sample.ode_calls", sample.ode_calls, "exact", "approximate"),
+        ("model.reward_decoder", model.reward_decoder, "", "decode_for_rewards"),
+    ):
+        if asked != neutral and not hasattr(policy, attribute):
+            text = f"must be {neutral!r} for {type(policy).__name__}, a policy of one's own without {attribute}"
+            raise refusal(knob, asked, f"{text}; see docs/add_a_model.md")
     trained = policy.trained_parameters()
     if not isinstance(trained, list) or not trained or not all(isinstance(one, nn.Parameter) for one in trained):
         got = f"{len(trained)} entries" if isinstance(trained, list) else type(trained).__name__
