@@ -17,7 +17,7 @@ import re
 import sys
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -245,6 +245,24 @@ def synchronize(device: torch.device) -> None:
     """Wait for all queued work of the device."""
     if device.type != "cpu":
         _module(device.type).synchronize(device)
+
+
+def to_host(tensor: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy a tensor to CPU memory; calling what is returned waits for the copy and returns it.
+
+    On an accelerator the copy is queued behind the work so far, into pinned memory, and the program goes on.
+    """
+    if tensor.device.type == "cpu":
+        return lambda: tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    copied = _module(tensor.device.type).Event()
+    copied.record()
+
+    def ready() -> Tensor:
+        copied.synchronize()
+        return host
+
+    return ready
 
 
 def empty_cache(device: torch.device) -> None:

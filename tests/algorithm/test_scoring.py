@@ -7,6 +7,7 @@ import torch
 
 from flow_grpo.algorithm.rollout.scoring import ScoringQueue, decode, share_results
 from flow_grpo.rewards.base import RewardSet
+from flow_grpo.runtime import device as device_api
 from flow_grpo.runtime.clock import Clock
 from flow_grpo.runtime.ranks.context_parallel import share_samples
 from flow_grpo.runtime.ranks.process_group import World
@@ -75,6 +76,27 @@ def test_a_batch_without_enough_memory_is_decoded_in_halves(caplog):
     assert "decoding them in halves" in caplog.text
     with pytest.raises(RuntimeError, match=r"decoding one video .*3 GiB; pass --config.model.vae_tiling=true"):
         decode(Narrow(0), conditions, latents)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_accelerator_decodes_while_sampling_waits_but_is_waited_for_by_who_measures(overlap, monkeypatch):
+    places = []
+
+    def to_host(videos):
+        places.append(("queued", threading.current_thread().name))
+
+        def ready():
+            places.append(("waited", threading.current_thread().name))
+            return torch.zeros(videos.shape)
+
+        return ready
+
+    monkeypatch.setattr(device_api, "to_host", to_host)
+    with queue(BrightnessReward(), Clock(CPU), overlap=overlap) as scoring:
+        scoring.add(tuple(group(3, 4)), torch.zeros(4, *SHAPE, device="meta"))
+        (found,) = scoring.rewards()
+    assert places == [("queued", threading.current_thread().name), ("waited", "scoring_0")]
+    assert found["brightness"].valid.all()
 
 
 def test_overlapped_scores_equal_serial_ones():

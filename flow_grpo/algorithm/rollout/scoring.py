@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from flow_grpo.runtime.clock import Clock
 from flow_grpo.runtime.ranks.process_group import InputError, World
 
 logger = logging.getLogger(__name__)
+Made = TypeVar("Made")
 Scored: TypeAlias = tuple[dict[str, RewardResult], float]  # reward name -> result, and the seconds that all took
 
 
@@ -41,19 +42,34 @@ def decode(policy: Policy, conditions: Sequence[Condition], latents: Tensor, *, 
         RuntimeError: there is no memory for a single video.
         InputError: the videos have another size than their conditions ask for.
     """
-    videos = _decode_in_halves(policy.decode_for_rewards if small else policy.decode, latents)  # type: ignore[attr-defined]
+    return start_decoding(policy, conditions, latents, small=small)()
+
+
+@torch.no_grad()
+def start_decoding(
+    policy: Policy, conditions: Sequence[Condition], latents: Tensor, *, small: bool = False
+) -> Callable[[], Tensor]:
+    """Do what `decode` does, but wait for an accelerator only in the call of what is returned."""
+    decoder = policy.decode_for_rewards if small else policy.decode  # type: ignore[attr-defined]
+    parts = _decode_in_halves(decoder, latents)
     wanted = (len(conditions), 3, *conditions[0].size)
-    if tuple(videos.shape) != wanted:
-        raise InputError(
-            f"decoded videos have shape {tuple(videos.shape)}, the conditions ask for {wanted}: data.num_frames, "
-            "data.height and data.width must fit the model's codec"
-        )
+
+    def videos() -> Tensor:
+        made = [part() for part in parts]
+        whole = made[0] if len(made) == 1 else torch.cat(made)
+        if tuple(whole.shape) != wanted:
+            raise InputError(
+                f"decoded videos have shape {tuple(whole.shape)}, the conditions ask for {wanted}: data.num_frames, "
+                "data.height and data.width must fit the model's codec"
+            )
+        return whole
+
     return videos
 
 
-def _decode_in_halves(decoder: Callable[[Tensor], Tensor], latents: Tensor) -> Tensor:
+def _decode_in_halves(decoder: Callable[[Tensor], Tensor], latents: Tensor) -> list[Callable[[], Tensor]]:
     try:
-        return decoder(latents).float().cpu()
+        return [device_api.to_host(decoder(latents).float())]
     except RuntimeError as error:
         if not device_api.is_out_of_memory(error):
             raise
@@ -65,7 +81,7 @@ def _decode_in_halves(decoder: Callable[[Tensor], Tensor], latents: Tensor) -> T
     # Outside the except block: until then the error's traceback holds the failed call's tensors.
     device_api.empty_cache(latents.device)
     logger.warning("no memory to decode %d videos at once: decoding them in halves", len(latents))
-    return torch.cat([_decode_in_halves(decoder, half) for half in latents.chunk(2)])
+    return [part for half in latents.chunk(2) for part in _decode_in_halves(decoder, half)]
 
 
 @dataclasses.dataclass
@@ -137,16 +153,18 @@ class ScoringQueue:
         conditions, latents = conditions[rows], latents[rows]
         if not conditions:
             return self._thread.submit(lambda: ({}, 0.0))
-        decoded: Callable[[], Tensor] = functools.partial(decode, self.policy, conditions, latents, small=self.small)
+        decoding = functools.partial(start_decoding, self.policy, conditions, latents, small=self.small)
         if latents.device.type != "cpu":
             with self.clock.phase("score"):
-                decoded = _called(decoded)
-        return self._thread.submit(self._measure, number, conditions, decoded)
+                return self._thread.submit(self._measure, number, conditions, _called(decoding))
+        return self._thread.submit(self._measure, number, conditions, decoding)
 
-    def _measure(self, number: int, conditions: Sequence[Condition], decoded: Callable[[], Tensor]) -> Scored:
-        """Return the results of rows of a batch and the seconds they took; `decoded` returns their videos."""
+    def _measure(
+        self, number: int, conditions: Sequence[Condition], decoding: Callable[[], Callable[[], Tensor]]
+    ) -> Scored:
+        """Return the results of rows of a batch and the seconds they took; `decoding` returns who waits for them."""
         begun = time.perf_counter()
-        videos = decoded()
+        videos = decoding()()
         if number == 0:
             self.first_videos = videos
         with torch.no_grad():  # a thread starts with gradients enabled
@@ -154,9 +172,9 @@ class ScoringQueue:
         return results, time.perf_counter() - begun
 
 
-def _called(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def _called(function: Callable[[], Made]) -> Callable[[], Made]:
     """Call a function now, and return one that gives its result or raises its error."""
-    future: Future[Tensor] = Future()
+    future: Future[Made] = Future()
     try:
         future.set_result(function())
     except Exception as error:  # noqa: BLE001 - raised by `rewards`
