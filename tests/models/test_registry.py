@@ -47,7 +47,7 @@ def test_a_policy_may_be_a_class_of_the_user_s_own_which_no_plan_can_be_made_of(
     config = load_config(TINY, ["--config.model.kind=my_models.py:MyPolicy", "--config.model.boundary_ratio=0"])
     assert registry.build_policy(config, CPU).given == (config.model, config.sample, CPU)
     split = load_config(TINY, ["--config.model.kind=my_models.py:MyPolicy", "--config.model.boundary_ratio=0.1"])
-    with pytest.raises(ConfigError, match=r"boundary_ratio: got 0\.1, must be 0 for MyPolicy, .* without boundary_ratio"):
+    with pytest.raises(ConfigError, match=r"boundary_ratio: got 0\.1, must be 0 for MyPolicy, .* without"):
         registry.build_policy(split, CPU)
     sparse = dataclasses.replace(config, sample=dataclasses.replace(config.sample, ode_calls="sparse"))
     with pytest.raises(ConfigError, match=r"ode_calls: got 'sparse', must be 'exact' for MyPolicy, .* without approx"):
