@@ -69,6 +69,7 @@ VARIANTS = {
         "supervised fine-tuning on the demo's true videos", recipe="tiny_recam", labels=12800, epochs=0
     ),
     "demo": Variant("the demo", recipe="tiny_recam"),
+    "demo_sparse": Variant("the demo, its ODE by sparse calls", "tiny_recam", {"sample.ode_calls": "sparse"}),
     "twin_base": Variant("the demo's base, sampled as my_recam_8npu", "my_recam_8npu_tiny", TWIN, epochs=0),
     "twin": Variant("RL as my_recam_8npu", recipe="my_recam_8npu_tiny", knobs=TWIN),
 }
@@ -112,6 +113,7 @@ PAIRS = (
     ("footage", "footage_base"),
     ("demo", "demo_base"),
     ("demo_sft", "demo_base"),
+    ("demo_sparse", "demo_base"),
     ("twin", "twin_base"),
 )
 MEASURES = {  # of a held-out condition -> title and decimals
