@@ -39,8 +39,6 @@ def choose_recomputation(config: Config, devices: int, gib: float) -> tuple[Conf
         plan = make_plan(choice(mode), devices, 1.0)
         if mode != "blocks" and plan.update_gib > USABLE * gib:
             tried.append(f"not {mode}, whose update needs {plan.update_gib:.1f} of {gib:.1f} GiB")
-        elif mode == "keep_attention" and config.model.compile:
-            tried.append(f"not {mode}, which model.compile does not allow")
         elif mode == "keep_attention" and plan.tokens < LONG_TOKENS:
             tried.append(f"not {mode}, which {plan.tokens:,} tokens are too few for")
         else:

@@ -132,7 +132,7 @@ def apply_compute_settings(transformer: WanTransformer3DModel, model: ModelConfi
             raise ValueError(f"model.attention_backend={model.attention_backend!r} cannot be used: {error}") from error
         finally:  # diffusers also makes it the default of every other network in the process
             _AttentionBackendRegistry.set_active_backend(process_default)
-    set_checkpointing(transformer, model.checkpointing)
+    set_checkpointing(transformer, model.checkpointing, "inductor" if model.compile else None)
     if model.compile:
         if not device_api.supports_compile(device):
             raise ValueError(f"model.compile is true, must be false on {device.type}: its compiler is experimental")

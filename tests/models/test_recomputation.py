@@ -31,10 +31,12 @@ class Attentions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def gradients(kind: str, mode: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], int, int]:
+def gradients(
+    kind: str, mode: str, dtype: torch.dtype, compiler: str | None = None
+) -> tuple[list[torch.Tensor], int, int]:
     """Return all gradients, and how often attention was computed in the forward and in the backward pass."""
     model, (made, *_) = MODELS[kind][0], case(kind)
-    set_checkpointing(made, mode)
+    set_checkpointing(made, mode, compiler)
     draw = torch.Generator().manual_seed(1)
     latents, prompts = torch.randn((2, *LATENTS), generator=draw), torch.randn((2, 5, 16), generator=draw)
     shapes = model.input_shapes(2, LATENTS, made.config)
@@ -59,6 +61,16 @@ def test_gradients_are_the_same_bit_for_bit_whatever_is_recomputed(kind, dtype):
         found, forward, backward = gradients(kind, mode, dtype)
         assert (forward, backward) == (blocks * attentions, recomputed), mode
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), mode
+
+
+@pytest.mark.parametrize("kind", ["recam", "redirector"])
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # inside torch
+def test_a_block_compiled_with_its_rule_keeps_its_attention_too(kind):
+    expected, *_ = gradients(kind, "none", torch.float32)
+    found, forward, backward = gradients(kind, "keep_attention", torch.float32, "aot_eager_decomp_partition")
+    assert (forward, backward) == (2 * MODELS[kind][1], 0)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_attention_in_no_known_operator_is_warned_about_once(caplog):

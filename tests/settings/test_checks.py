@@ -64,7 +64,6 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         (f"train.copies=4 {REBALANCE}", ["dynamic_sampling.policy: got 'rebalance'", "policy=pad"]),
         (f"{NOISE} {SHARE} train.updates_per_epoch=3", ["train.updates_per_epoch: got 3", "must divide the 8 groups"]),
         ("train.old_log_prob=detach train.updates_per_epoch=2", ["train.old_log_prob: got 'detach'", "=auto"]),
-        ("model.compile=true model.checkpointing=keep_attention", ["checkpointing: got 'keep_attention'", "=blocks"]),
         ("model.compile=true model.dtype=bf16", ["train.old_log_prob: got 'auto'", "must be 'detach'", "=detach"]),
         ("train.guard=true train.step_weight=inverse_gain", ["train.guard: got True", "step_weight=none"]),
         ("train.sharding=fsdp2 data.buckets=5x24x32,5x16x16", ["data.buckets: got", "one video size", "=ddp"]),
