@@ -17,21 +17,20 @@ def config(*knobs: str, recipe: str = "my_recam_8npu"):
 
 
 @pytest.mark.parametrize(
-    ("gib", "size", "knob", "mode", "why"),
+    ("gib", "size", "mode", "why"),
     [
-        (64, "81x480x832", "", "keep_attention", "not none, whose update needs "),
-        (32, "81x480x832", "", "blocks", "not keep_attention, whose update needs "),
-        (64, "81x480x832", "model.compile=true", "blocks", "not keep_attention, which model.compile does not allow"),
-        (40, "33x240x416", "", "none", "none, planned "),
+        (64, "81x480x832", "keep_attention", "not none, whose update needs "),
+        (32, "81x480x832", "blocks", "not keep_attention, whose update needs "),
+        (40, "33x240x416", "none", "none, planned "),
         pytest.param(
-            *(20, "33x240x416", "", "blocks", "not keep_attention, which 7,020 tokens are too few for"),
+            *(20, "33x240x416", "blocks", "not keep_attention, which 7,020 tokens are too few for"),
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_the_fastest_that_fits_is_taken_and_why_is_said(gib, size, knob, mode, why):
+def test_the_fastest_that_fits_is_taken_and_why_is_said(gib, size, mode, why):
     sides = zip(("num_frames", "height", "width"), size.split("x"), strict=True)
-    knobs = [f"data.{name}={value}" for name, value in sides] + ([knob, "train.old_log_prob=detach"] if knob else [])
+    knobs = [f"data.{name}={value}" for name, value in sides]
     found, said = choose_recomputation(config("model.checkpointing=auto", "train.batch_size=1", *knobs), 8, gib)
     assert found.model.checkpointing == mode
     assert said.startswith("model.checkpointing=auto: ") and why in said and f"{mode}, planned " in said
