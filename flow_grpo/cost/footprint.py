@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
-from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -99,7 +98,7 @@ def sparse_footprint(
 @contextlib.contextmanager
 def _fake_call(
     video_model: VideoModel, config: Mapping[str, Any], latent_shape: Latents, model: ModelConfig, rows: int
-) -> Iterator[tuple[WanTransformer3DModel, Callable[[], Tensor]]]:
+) -> Iterator[tuple[Any, Callable[[], Tensor]]]:
     """Context manager in which the network is fake; it gives the network and a call of it."""
     dtype = DTYPES[model.dtype]
     with FakeTensorMode():
