@@ -27,7 +27,7 @@ FILES = {
     ),
     "npu/__init__.py": (
         "from .memory import *\n"
-        "from .utils import set_device, synchronize\n"
+        "from .utils import Event, set_device, synchronize\n"
         "from . import npu_config\n"
         "from .npu_config import set_compile_mode\n"
         "config = npu_config._Config()\n"
@@ -49,7 +49,7 @@ FILES = {
         "def hidden(): ...\n"
         "max_memory_allocated = memory_allocated"
     ),
-    "npu/utils.py": "def set_device(device): ...\ndef synchronize(device=None): ...",
+    "npu/utils.py": "class Event: ...\ndef set_device(device): ...\ndef synchronize(device=None): ...",
     "npu/npu_config.py": (
         "def set_compile_mode(jit_compile=False): ...\n"
         "class _Config:\n    def __setattr__(self, name, value):\n        if name == 'allow_internal_format': ...\n"
