@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo.cost.footprint import Latents, peak_bytes
 from flow_grpo.models.encoders.codec import Codec
-from flow_grpo.models.encoders.small_decoder import PUBLISHED_WIDTHS, STAGES, SmallDecoder
+from flow_grpo.models.encoders.small_decoder import PUBLISHED_WIDTHS, SmallDecoder
 from flow_grpo.models.fake_policy import FakePolicy
 from flow_grpo.settings.schema import Config, ModelConfig
 
@@ -84,8 +84,7 @@ def _small_decoder(file: Path, codec: Codec) -> SmallDecoder:
     """Return the decoder of a file, or where there is none yet one as wide as those that are published."""
     if file.is_file():
         return SmallDecoder.from_file(file, torch.float32)
-    strides = (1, min(2, codec.temporal), max(1, codec.temporal // 2))
-    return SmallDecoder(codec.config["z_dim"], PUBLISHED_WIDTHS, strides, codec.spatial // 2**STAGES)
+    return SmallDecoder.for_codec(codec.config["z_dim"], codec.temporal, codec.spatial, PUBLISHED_WIDTHS)
 
 
 @functools.cache

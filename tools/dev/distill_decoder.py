@@ -41,7 +41,7 @@ from torch import Tensor
 from flow_grpo.judging.evaluate import held_out_indices, sample
 from flow_grpo.maths.keys import generator
 from flow_grpo.models.encoders.codec import Codec
-from flow_grpo.models.encoders.small_decoder import STAGES, SmallDecoder
+from flow_grpo.models.encoders.small_decoder import SmallDecoder
 from flow_grpo.rewards.target_view import psnr_db
 from flow_grpo.run.assemble import assemble
 from flow_grpo.run.command_line import read_command_line
@@ -96,9 +96,8 @@ def latents_of(trainer: Trainer, part: str, args: argparse.Namespace) -> Tensor:
 
 def distill(codec: Codec, latents: Tensor, args: argparse.Namespace) -> None:
     """Train to --steps, log what the last ninth of the latents shows, and write file and record."""
-    strides = (1, min(2, codec.temporal), max(1, codec.temporal // 2))
     torch.manual_seed(0)
-    small = SmallDecoder(codec.config["z_dim"], tuple(args.widths), strides, codec.spatial // 2**STAGES)
+    small = SmallDecoder.for_codec(codec.config["z_dim"], codec.temporal, codec.spatial, tuple(args.widths))
     optimizer = torch.optim.AdamW(small.parameters(), lr=args.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     training = Resumable(args.work, small=small, optimizer=optimizer)
     held = max(1, len(latents) // 9)

@@ -32,24 +32,26 @@ Scored: TypeAlias = tuple[dict[str, RewardResult], float]  # reward name -> resu
 
 
 @torch.no_grad()
-def decode(policy: Policy, conditions: Sequence[Condition], latents: Tensor, *, small: bool = False) -> Tensor:
+def decode(policy: Policy, conditions: Sequence[Condition], latents: Tensor) -> Tensor:
     """Return the videos (B, 3, T, h, w) CPU fp32 in [0, 1] of final latents (B, C, F, H, W).
 
-    A batch that the device has no memory for is decoded in halves. With `small` the policy's decoder for rewards does
-    it.
+    A batch that the device has no memory for is decoded in halves.
 
     Raises:
         RuntimeError: there is no memory for a single video.
         InputError: the videos have another size than their conditions ask for.
     """
-    return start_decoding(policy, conditions, latents, small=small)()
+    return start_decoding(policy, conditions, latents)()
 
 
 @torch.no_grad()
 def start_decoding(
     policy: Policy, conditions: Sequence[Condition], latents: Tensor, *, small: bool = False
 ) -> Callable[[], Tensor]:
-    """Do what `decode` does, but wait for an accelerator only in the call of what is returned."""
+    """Do what `decode` does, but wait for an accelerator only in the call of what is returned.
+
+    With `small` the policy's decoder for rewards does it.
+    """
     decoder = policy.decode_for_rewards if small else policy.decode  # type: ignore[attr-defined]
     parts = _decode_in_halves(decoder, latents)
     wanted = (len(conditions), 3, *conditions[0].size)

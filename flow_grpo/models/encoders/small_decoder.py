@@ -83,6 +83,11 @@ class SmallDecoder(nn.Module):
         self.decoder = nn.ModuleList([*layers, nn.ReLU(), _conv(widths[-1], 3 * patch**2)])
 
     @classmethod
+    def for_codec(cls, channels: int, temporal: int, spatial: int, widths: tuple[int, ...]) -> SmallDecoder:
+        """Return a new one for the latents of a codec that compresses so much in time and space."""
+        return cls(channels, widths, (1, min(2, temporal), max(1, temporal // 2)), spatial // 2**STAGES)
+
+    @classmethod
     def from_file(cls, file: Path, dtype: torch.dtype) -> SmallDecoder:
         """Load a file of `torch.save` or safetensors; an encoder beside the decoder is left out.
 

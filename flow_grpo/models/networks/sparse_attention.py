@@ -10,6 +10,7 @@ Letters: B rows, Q queries, S keys, H heads, D channels of a head, q and b block
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -124,9 +125,14 @@ def flex_blocks(query: Tensor, blocks: Blocks, *, compiled: bool = True) -> Tens
         mask_mod=is_read,
         seq_lengths=(query.shape[2], keys.shape[2]),
     )
-    attend: Any = torch.compile(flex_attention) if compiled else flex_attention
+    attend: Any = _compiled(flex_attention) if compiled else flex_attention
     attended: Tensor = attend(query, keys, values, score_mod=add, block_mask=mask)
     return attended
+
+
+@functools.cache
+def _compiled(function: Any) -> Any:
+    return torch.compile(function)  # once, not in every call of every block
 
 
 def _kept_share(query: Tensor, key: Tensor, blocks: Blocks) -> Tensor:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flow_grpo.models.networks.sparse_attention import AT_ONCE, sparse_attention
 
@@ -46,13 +47,13 @@ class SparseWalk:
             self.before.clear()
 
     @contextlib.contextmanager
-    def on(self, network: nn.Module, own: Tensor | None = None) -> Iterator[None]:
+    def on(self, network: Any, own: Tensor | None = None) -> Iterator[None]:
         """Context manager in which the network computes this call, or the rows `own` of it."""
-        network.walk, self._own = self, own  # type: ignore[assignment]
+        network.walk, self._own = self, own
         try:
             yield
         finally:
-            network.walk = None  # type: ignore[assignment]
+            network.walk = None
 
     def complete(self, number: int, tokens: Tensor, targets: int) -> Tensor:
         """Return what block `number` reads, (B, s, D), of all tokens, or of the target's where the source is kept."""
